@@ -1,8 +1,8 @@
 """Images in chat messages: read, prepared as transformers does, and named by token ids.
 
-    {"type": "image", "image": "dog.png"}  ──read, hash──>  number ──>  token ids beyond the vocabulary
-                                                  │
-                     trainer and samplers  <── embeddings, computed once by the frozen tower
+    {"type": "image", "image": "dog.png"} ──read, hash──> number ──> ids beyond the vocabulary
+                                                            │
+                    trainer and samplers <── embeddings, computed once by the frozen tower
 
 Token t of image i is the id `vocab + i * tokens + t`. So a sequence of token ids alone says which
 images it holds, wherever it goes: prefixes are shared where the images are the same, and trainer
@@ -57,9 +57,10 @@ class ImageStore:
     form: ImageForm
     prepare: Callable[[Any], Pixels]  # a PIL image -> [3, S, S]
     embed: Callable[[Pixels], FloatArray]  # [n, 3, S, S] -> [n, tokens, width]
+    release: Callable[[], None] = lambda: None  # called when `embed` is not needed any more
     _numbers: dict[bytes, int] = field(default_factory=dict)  # by content
-    _waiting: list[Pixels] = field(default_factory=list)  # of images without embeddings yet
-    _embedded: list[FloatArray] = field(default_factory=list)  # [tokens, width] each, by number
+    _waiting: dict[int, bytes] = field(default_factory=dict)  # files of those not embedded yet
+    _embedded: dict[int, FloatArray] = field(default_factory=dict)  # [tokens, width] each
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sealed: bool = False
 
@@ -72,20 +73,20 @@ class ImageStore:
         return len(self._numbers)
 
     def add(self, image: Any, where: str) -> int:
-        """Return the number of an image, equal ones being one. Raises DataError.
+        """Return the number of an image, equal files being one. Raises DataError.
 
         Args:
             image: a PIL image, an array [height, width, 3] of bytes, a path or a data: URL.
             where: it stands, for errors.
         """
-        pixels = np.ascontiguousarray(self.prepare(opened(image, where)), np.float32)
-        name = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
+        content = file_of(image, where)
+        name = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             if name not in self._numbers:
                 if self._sealed:
                     raise DataError(f"{where}: its image was not there when the run began.")
                 self._numbers[name] = len(self._numbers)
-                self._waiting.append(pixels)
+                self._waiting[self._numbers[name]] = content
             return self._numbers[name]
 
     def seal(self) -> None:
@@ -130,9 +131,10 @@ class ImageStore:
         found = np.zeros((len(token_ids), self.form.width), np.float32)
         places = np.flatnonzero(token_ids >= self.form.vocab)
         if len(places):
-            self._embed_waiting()
             number, place = divmod(token_ids[places] - self.form.vocab, self.form.tokens)
-            for i in np.unique(number):
+            here = [int(i) for i in np.unique(number)]
+            self._embed(here)
+            for i in here:
                 found[places[number == i]] = self._embedded[i][place[number == i]]
         return found
 
@@ -140,16 +142,20 @@ class ImageStore:
         """Return whether a sequence holds an image."""
         return bool((token_ids >= self.form.vocab).any())
 
-    def _embed_waiting(self) -> None:
+    def _embed(self, numbers: Sequence[int]) -> None:
+        """Embed those of these images that are not yet."""
         with self._lock:
-            if self._waiting:
-                self._embedded += list(self.embed(np.stack(self._waiting)))
-                self._waiting.clear()
-                mib = sum(e.nbytes for e in self._embedded) / 2**20
-                log.info(
-                    "the vision tower has embedded %d images: %d tokens each, %.1f MiB in all",
-                    len(self._embedded), self.form.tokens, mib,
-                )  # fmt: skip
+            new = [i for i in numbers if i not in self._embedded]
+            if not new:
+                return
+            pixels = np.stack([self.prepare(opened(self._waiting[i])) for i in new])
+            for i, embedded in zip(new, self.embed(pixels), strict=True):
+                self._embedded[i] = embedded
+                del self._waiting[i]
+            if self._sealed and not self._waiting:
+                mib = sum(e.nbytes for e in self._embedded.values()) / 2**20
+                log.info("all %d images are embedded: %.1f MiB", len(self._embedded), mib)
+                self.release()
 
 
 def taken_images(asked: Any, store: ImageStore | None) -> tuple[Any, list[int]]:
@@ -188,36 +194,52 @@ def _is_image(part: Any) -> bool:
 def _image_of(part: Mapping[str, Any]) -> Any:
     """Return what a content part says of its image, in OpenAI's form or transformers'."""
     given = next(
-        (part[k] for k in ("image", "image_url", "url", "path", "base64") if part.get(k) is not None),
+        (
+            part[k]
+            for k in ("image", "image_url", "url", "path", "base64")
+            if part.get(k) is not None
+        ),
         None,
     )
     return given.get("url") if isinstance(given, Mapping) and "url" in given else given
 
 
-def opened(image: Any, where: str) -> Any:
-    """Return an image as PIL has it. Raises DataError."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise MissingExtraError(
-            "images need Pillow: pip install 'jaxrl_async[images]'."
-        ) from None
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
+def file_of(image: Any, where: str) -> bytes:
+    """Return an image as the bytes of a file, which PIL can read. Raises DataError."""
+    images = _pillow()
     try:
         if isinstance(image, np.ndarray):
-            return Image.fromarray(image).convert("RGB")
-        return Image.open(io.BytesIO(_bytes_of(image, where))).convert("RGB")
-    except (OSError, ValueError, TypeError, UnidentifiedImageError) as error:
+            image = images.fromarray(image)
+        if isinstance(image, images.Image):
+            stream = io.BytesIO()
+            image.convert("RGB").save(stream, "PNG")
+            return stream.getvalue()
+        content = _bytes_of(image, where)
+        opened(content)
+    except (OSError, ValueError, TypeError, SyntaxError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"{where}: its image cannot be read: {reason}.") from None
+    return content
+
+
+def opened(content: bytes) -> Any:
+    """Return the bytes of a file as PIL has its image, in RGB."""
+    return _pillow().open(io.BytesIO(content)).convert("RGB")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError("images need Pillow: pip install 'jaxrl_async[images]'.") from None
+    return Image
 
 
 def _bytes_of(image: Any, where: str) -> bytes:
     if not isinstance(image, str):
         raise DataError(
-            f"{where}: its image is a {type(image).__name__}. Give a path, a data: URL, a PIL image "
-            "or an array [height, width, 3] of bytes."
+            f"{where}: its image is a {type(image).__name__}. Give a path, a data: URL, a PIL "
+            "image or an array [height, width, 3] of bytes."
         )
     if image.startswith(("http://", "https://")):
         raise DataError(f"{where}: {image[:80]} is not downloaded. Give a path or a data: URL.")

@@ -210,9 +210,7 @@ def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
 
 
 def _prompt(request: Request, room: Room) -> IntArray:
-    ids = checked_ids(
-        request.token_ids, room.vocab if room.images is None else room.images.end
-    )
+    ids = checked_ids(request.token_ids, room.vocab if room.images is None else room.images.end)
     if isinstance(ids, str):
         raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
     if not len(ids):

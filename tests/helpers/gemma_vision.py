@@ -39,7 +39,9 @@ def tokenizer() -> Any:
     )  # fmt: skip
 
 
-def saved(folder: Path, *, window: int = 3, width: int = 32, moved: float = 0.2, **more: Any) -> Any:
+def saved(
+    folder: Path, *, window: int = 3, width: int = 32, moved: float = 0.2, **more: Any
+) -> Any:
     """Save a random model with its tower, image processor and tokenizer; return the model."""
     text = transformers.Gemma3TextConfig(
         vocab_size=48, hidden_size=width, intermediate_size=48, num_hidden_layers=3,

@@ -65,7 +65,9 @@ def test_a_saved_model_keeps_its_tower(gemma, tmp_path: Path) -> None:
     before, after = (m.model.language_model.norm.weight.detach() for m in (model, again))
     np.testing.assert_allclose(after, before + 0.5, atol=1e-6)
     assert again.config.text_config.sliding_window == model.config.text_config.sliding_window
-    prepared = [json.loads((f / "preprocessor_config.json").read_text()) for f in (folder, tmp_path)]
+    prepared = [
+        json.loads((f / "preprocessor_config.json").read_text()) for f in (folder, tmp_path)
+    ]
     assert prepared[0] == prepared[1]
     twice = Policy.from_pretrained(tmp_path)
     assert twice.tower.tensors.keys() == policy.tower.tensors.keys()
@@ -98,9 +100,7 @@ def store_of(folder: Path) -> ImageStore:
         vocab=48, tokens=TOKENS, width=32, soft=SOFT, mark="<boi>",
         written=f"\n\n<boi>{'<soft>' * TOKENS}<eoi>\n\n",
     )  # fmt: skip
-    return ImageStore(
-        form=form, prepare=image_preparation(folder, IMAGE), embed=tower.embeddings
-    )
+    return ImageStore(form=form, prepare=image_preparation(folder, IMAGE), embed=tower.embeddings)
 
 
 def asked(images: list[Image.Image]) -> list[dict]:
@@ -154,8 +154,9 @@ def packed(ids: np.ndarray, store: ImageStore) -> TokenRows:
     """Pack a sequence behind another of its own images, in one row."""
     columns = SamplerColumns(images=store)
     sequence = TrainSequence(
-        token_ids=ids, mask=np.zeros(len(ids), bool), behavior_logprobs=np.zeros(len(ids), np.float32),
-        versions=np.full(len(ids), -1, np.int32), advantages=np.zeros(len(ids), np.float32),
+        token_ids=ids, mask=np.zeros(len(ids), bool), versions=np.full(len(ids), -1, np.int32),
+        behavior_logprobs=np.zeros(len(ids), np.float32),
+        advantages=np.zeros(len(ids), np.float32),
     )  # fmt: skip
     batch = pack([sequence, sequence], 2 * len(ids) + 3, columns)
     assert len(batch.token_ids) == 1
@@ -213,7 +214,9 @@ def test_a_sampler_draws_from_what_the_trainer_computes(gemma) -> None:
 def theirs_of(model, ids: np.ndarray, store: ImageStore) -> np.ndarray:
     """Return transformers' logits of a sequence, whose images it finds in the store by number."""
     numbers = [(i - 48) // TOKENS for i in ids if i >= 48 and (i - 48) % TOKENS == 0]
-    pixels = [store.prepare(opened_images(3)[k]) for k in numbers]  # numbered as they were seen
+    pixels = [
+        store.prepare(opened_images(3)[k].convert("RGB")) for k in numbers
+    ]  # numbered as they were seen
     with torch.no_grad():
         return model(
             input_ids=torch.tensor(store.plain(ids)[None], dtype=torch.long),

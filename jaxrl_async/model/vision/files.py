@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.fields import MAX_LAYERS, ConfigFields, shown
 from jaxrl_async.model.hf import read_config, read_tensors
-from jaxrl_async.model.vision.tower import ENCODER, PROJECTOR, Tensors, VisionSpec, VisionTower
+from jaxrl_async.model.vision.tower import ENCODER, PROJECTOR, VisionSpec, VisionTower
 
 WITH_TOWER = "gemma3"
 """The model_type whose tower is read."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 ENCODER, PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
 """What the names of the tower's tensors begin with."""
 IMAGES_AT_ONCE = 8
-"""Images that one call of the compiled tower takes."""
+"""Most images that one call of the compiled tower takes."""
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -60,15 +60,18 @@ class VisionTower:
 
     @cached_property
     def _run(self) -> Any:
-        weights = {name: np.asarray(w, np.float32) for name, w in self.tensors.items()}
+        """The compiled tower, with its weights on the default device."""
+        weights = {name: jnp.asarray(w, jnp.float32) for name, w in self.tensors.items()}
         return partial(jax.jit(partial(image_embeddings, self.spec)), weights)
 
     def embeddings(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the embeddings [n, tokens, text_width] of images [n, 3, S, S], on the host."""
+        """Return the embeddings [n, tokens, text_width] of images [n, 3, S, S], on the host; the
+        tower stays on the default device."""
         parts = []
         for start in range(0, len(pixels), IMAGES_AT_ONCE):
             part = pixels[start : start + IMAGES_AT_ONCE]
-            padded = np.zeros((IMAGES_AT_ONCE, *pixels.shape[1:]), np.float32)
+            size = 1 << (len(part) - 1).bit_length()  # few shapes to compile for
+            padded = np.zeros((size, *pixels.shape[1:]), np.float32)
             padded[: len(part)] = part
             parts.append(np.asarray(self._run(padded))[: len(part)])
         return np.concatenate(parts)

@@ -109,6 +109,7 @@ def check_inputs(
     prompts = make_stream(
         config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
     )
+    pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
@@ -126,7 +127,7 @@ def check_inputs(
         keep_mask=keep_mask,
         prompts=prompts,
     )
-    return inputs, warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
+    return inputs, pairs
 
 
 def recorded_schedule(config: Config) -> Recorded | None:

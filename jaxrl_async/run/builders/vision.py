@@ -18,19 +18,27 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.model.vision.files import read_tower, vision_spec
 from jaxrl_async.model.vision.tower import VisionTower
 
+WITH_IMAGES = ("rl", "sft")
+"""Values of run.job whose records may have images."""
+
 
 def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageStore | None:
     """Return an empty store for the images of a run's records; None: its model has no tower, or its
     records are not of data.jsonl. No weight is read. Raises CheckpointError, ConfigError,
     DataError."""
     path = config.model.path
-    if path is None or config.task is not None or config.data.source != "jsonl":
+    if (
+        config.run.job not in WITH_IMAGES
+        or path is None
+        or config.task is not None
+        or config.data.source != "jsonl"
+    ):
         return None
     folder, sizes = Path(path), vision_spec(Path(path))
     if sizes is None:
         return None
     marks = read_config(folder)
-    ids = [marks.get(f"{name}_token_index") for name in ("boi", "image", "eoi")]
+    ids = [marks.get(f"{name}_token_index", -1) for name in ("boi", "image", "eoi")]
     if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
         raise ConfigError(
             f"{folder / 'config.json'}: boi_token_index, image_token_index and eoi_token_index are "
@@ -57,7 +65,10 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
         return tower().embeddings(pixels)
 
     return ImageStore(
-        form=form, prepare=image_preparation(folder, sizes.image_size), embed=embed
+        form=form,
+        prepare=image_preparation(folder, sizes.image_size),
+        embed=embed,
+        release=tower.cache_clear,
     )
 
 
@@ -77,19 +88,18 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
 
 def _obstacles(config: Config) -> Iterator[str]:
     """Yield the settings that know nothing of images."""
-    c = config
+    c, draws = config, config.run.job == "rl"
     context = c.mesh.trainer.context
     found = {
         "several processes": jax.process_count() > 1,
-        "mesh.remote (samplers elsewhere have no tower)": bool(c.mesh.remote),
-        f"sampler.engine={c.sampler.engine}": c.sampler.engine != "ours",
+        "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
+        f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "ours",
         "endpoint.outsiders": c.endpoint.outsiders,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
         f"mesh.trainer.context={context}": context != 1,
         f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
         not in ("auto", "reference"),
-        "warm_start.steps (set 0)": c.warm_start.steps > 0,
         "teacher.path": c.teacher.path is not None,
         "pairs.loss": c.pairs.loss is not None,
         "reward.model": c.reward.model is not None,
