@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from builders import mesh_of
 from gemma_vision import IMAGE, SOFT, TEMPLATE, TOKENS, saved, tokenizer
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -16,7 +19,7 @@ from jaxrl_async.data.chat_formats.template_format import TemplateFormat
 from jaxrl_async.data.images import ImageForm, ImageStore, image_preparation, taken_images
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.errors import CheckpointError, RolloutError
-from jaxrl_async.model.decoder import TokenRows, output_head, token_states
+from jaxrl_async.model.decoder import TokenRows, output_head, settings_on, token_states
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
@@ -161,6 +164,19 @@ def packed(ids: np.ndarray, store: ImageStore) -> TokenRows:
     batch = pack([sequence, sequence], 2 * len(ids) + 3, columns)
     assert len(batch.token_ids) == 1
     return TokenRows.of({f: getattr(batch, f) for f in batch.__dataclass_fields__})
+
+
+@pytest.mark.exhaustive
+def test_a_mesh_of_eight_devices_gives_the_same(gemma) -> None:
+    _, folder = gemma
+    store, mesh = store_of(folder), mesh_of(fsdp=4, tensor=2)
+    alone, split = Policy.from_pretrained(folder), Policy.from_pretrained(folder, mesh=mesh)
+    rows = packed(ours_of(folder, asked(opened_images(2)), store), store)
+    rows = TokenRows(*(None if x is None else np.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in rows))
+    settings = settings_on(mesh, alone.spec, dtype=jnp.float32, attention="auto")
+    ours = token_logprobs(alone.spec, alone.params, rows).logprobs
+    theirs = jax.jit(lambda p: token_logprobs(split.spec, p, rows, settings).logprobs)(split.params)
+    np.testing.assert_allclose(theirs, ours, atol=1e-5, rtol=0)
 
 
 # ---- drawn by a sampler

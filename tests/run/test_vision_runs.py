@@ -95,6 +95,7 @@ def test_a_policy_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
     config = config_of("grpo", tmp_path, *overrides(tmp_path, "run.steps=80", "eval.every=20"))
     train(config)
     lines = metrics_of(config)
+    print("eval", lines[-1]["eval/reward"])
     assert lines[0]["eval/reward"] < 0.5 and lines[-1]["eval/reward"] > 1.0
     assert max(line.get("mismatch/max", 0.0) for line in lines) < 1e-4
     again = Policy.from_pretrained(tmp_path / "grpo" / "policy")
@@ -132,6 +133,17 @@ def test_worked_answers_with_pictures_are_learnt(tmp_path: Path) -> None:
     warmed = config_of("grpo", tmp_path, *overrides(tmp_path), "run.steps=5", "warm_start.steps=50")
     train(warmed)
     assert metrics_of(warmed)[0]["eval/reward"] > 0.6  # above what is to be had without a picture
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_an_adapter_of_a_quantised_base_trains_with_pictures(tmp_path: Path) -> None:
+    settings = overrides(tmp_path, "run.steps=3", "trainer.warmup_steps=1", "model.lora.rank=4")
+    config = config_of("grpo", tmp_path, *settings, "model.lora.base=int8", "eval.every=0")
+    train(config)
+    lines = metrics_of(config)
+    assert max(line.get("mismatch/max", 0.0) for line in lines) < 1e-4
+    assert Policy.from_pretrained(tmp_path / "grpo" / "policy").tower is not None
 
 
 REFUSED = {

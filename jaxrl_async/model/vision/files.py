@@ -1,5 +1,6 @@
 """A vision tower in a Hugging Face directory: read beside the text model, and written with it."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.fields import MAX_LAYERS, ConfigFields, shown
 from jaxrl_async.model.hf import read_config, read_tensors
 from jaxrl_async.model.vision.tower import ENCODER, PROJECTOR, VisionSpec, VisionTower
+
+log = logging.getLogger(__name__)
 
 WITH_TOWER = "gemma3"
 """The model_type whose tower is read."""
@@ -63,12 +66,16 @@ def vision_spec(folder: Path) -> VisionSpec | None:
 
 
 def read_tower(folder: Path) -> VisionTower | None:
-    """Read a directory's tower; None: its model has none, or not Gemma 3's. Raises
-    CheckpointError, also where a tensor is missing or of the wrong shape."""
+    """Read a directory's tower; None: its model has none, or not Gemma 3's, or its files hold the
+    text part alone. Raises CheckpointError, also where a tensor is missing or of the wrong shape.
+    """
     spec = vision_spec(folder)
     if spec is None:
         return None
     tensors = {_own_name(name): w for name, w in read_tensors(folder, _is_of_tower).items()}
+    if not tensors:
+        log.warning("%s: config.json describes a vision tower, and the files have none", folder)
+        return None
     wanted = _shapes(spec)
     wrong = [
         f"{name} {list(shape)}"

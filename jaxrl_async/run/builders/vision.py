@@ -1,23 +1,28 @@
 """The images of a run: which model reads them, and what a run with images cannot do."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.images import ImageForm, ImageStore, image_preparation
+from jaxrl_async.data.images import ImageForm, ImageStore, Pixels, image_preparation
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.hf import read_config
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.model.vision.files import read_tower, vision_spec
 from jaxrl_async.model.vision.tower import VisionTower
 
+log = logging.getLogger(__name__)
+
+MARKS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_index": 256_000}
+"""Fields of config.json that name the tokens around and of an image, with Gemma 3's own."""
 WITH_IMAGES = ("rl", "sft")
 """Values of run.job whose records may have images."""
 
@@ -37,14 +42,14 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
     folder, sizes = Path(path), vision_spec(Path(path))
     if sizes is None:
         return None
-    marks = read_config(folder)
-    ids = [marks.get(f"{name}_token_index", -1) for name in ("boi", "image", "eoi")]
+    said = read_config(folder)
+    ids = [said.get(key, usual) for key, usual in MARKS.items()]
     if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
-        raise ConfigError(
-            f"{folder / 'config.json'}: boi_token_index, image_token_index and eoi_token_index are "
-            f"{ids}, and must be tokens of the tokenizer, which has {tokenizer.vocab_size}. Copy "
-            "tokenizer and config.json from the same model."
-        )
+        log.warning(
+            "%s: %s are %s, which are no tokens of the tokenizer: it reads text alone",
+            folder / "config.json", ", ".join(MARKS), ids,
+        )  # fmt: skip
+        return None
     begin, soft, end = (tokenizer.token_text(i) for i in ids)
     form = ImageForm(
         vocab=spec.vocab,
@@ -58,23 +63,31 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
     @cache
     def tower() -> VisionTower:
         read = read_tower(folder)
-        assert read is not None, "its config.json describes one"
+        if read is None:
+            raise CheckpointError(
+                f"{folder}: config.json describes a vision tower, and the files have none. Copy "
+                "the whole directory, or leave images out of the records."
+            )
         return read
 
-    def embed(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        return tower().embeddings(pixels)
+    @cache
+    def preparation() -> Callable[[Any], Pixels]:
+        return image_preparation(folder, sizes.image_size)
 
     return ImageStore(
         form=form,
-        prepare=image_preparation(folder, sizes.image_size),
-        embed=embed,
+        prepare=lambda image: preparation()(image),
+        embed=lambda pixels: tower().embeddings(pixels),
         release=tower.cache_clear,
     )
 
 
 def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
-    """Return the store if records have images; no more can be added. Raises ConfigError for
-    settings that do not go with images."""
+    """Return the store if records have images; no more can be added. The first one is embedded.
+
+    Raises ConfigError for settings that do not go with images, and CheckpointError or DataError for
+    a directory that cannot embed them.
+    """
     if store is None or not len(store):
         return None
     if found := next(_obstacles(config), None):
@@ -83,6 +96,7 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
             "See docs/images.md."
         )
     store.seal()
+    store.embeddings(np.array([store.form.vocab], np.int32))
     return store
 
 
