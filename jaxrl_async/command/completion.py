@@ -29,7 +29,7 @@ OPTIONS = {
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "
     "--kv-memory-mib --max-open-calls --chat-format --adapter --adapters-from --max-loras "
     "--max-lora-rank --decoder --seed",
-    "export": "--help --dtype --step --adapter --adapter-only --decoder",
+    "export": "--help --dtype --step --adapter --adapter-only --upload --private --decoder",
 }
 """Options of the commands; a test compares them with what each --help says."""
 
