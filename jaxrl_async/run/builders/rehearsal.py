@@ -80,7 +80,12 @@ class Rehearsal:
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
         one_thread = uses_one_thread(mesh, colocated=False)
-        settings = replace(sampler_settings(config, spec), one_thread=one_thread, name="rehearsal")
+        settings = replace(
+            sampler_settings(config, spec),
+            images=self._inputs.tokenizer.images,
+            one_thread=one_thread,
+            name="rehearsal",
+        )
         sent, whole = no_weights(config, spec, mesh)
         setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
         before, prepared = setup.engine.num_compiled, setup.engine.prepare(params)
