@@ -302,6 +302,10 @@ class PackedBatch:
     # [rows, length, layers, k] int8 or int16: the experts of the token at t; -1 where unknown.
     # None: algorithm.keep_routing is off
     expert_ids: ExpertIds | None = None
+    # [rows, length] int32, where in its sequence the image of this token begins; -1: of no image.
+    # None: the model reads no images
+    image_begins: IntArray | None = None
+    embeddings: FloatArray | None = None  # [rows, length, width] of images' tokens; 0 elsewhere
 
     @property
     def num_tokens(self) -> int:

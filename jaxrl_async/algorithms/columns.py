@@ -78,6 +78,11 @@ COLUMNS: dict[str, Column] = {
             "expert_ids", "int8", Source.PACK, UNKNOWN_EXPERT, optional=True,  # or int16
             per_token="layers, k", policy_alone=True, of_context=True,
         ),
+        Column("image_begins", "int32", Source.PACK, -1, optional=True, of_context=True),
+        Column(
+            "embeddings", "float32", Source.PACK, 0.0, optional=True, per_token="width",
+            of_context=True,
+        ),
         Column("sequence_ids", "int32", Source.PACK, -1, on_device=False),
         Column("group_ids", "int32", Source.PACK, -1, on_device=False, of_context=True),
         Column("supervised", "bool", Source.PACK, False, on_device=False),
@@ -112,6 +117,8 @@ class DeviceBatch(NamedTuple):
     teacher_logprobs: Array | None = None  # [rows, length, k]
     kept: Array | None = None  # [rows, length, ceil(vocab / 8)] sampling masks
     expert_ids: Array | None = None  # [rows, length, layers, k]
+    image_begins: Array | None = None  # as in PackedBatch
+    embeddings: Array | None = None  # [rows, length, width]
 
 
 def names_of(*sources: Source) -> tuple[str, ...]:

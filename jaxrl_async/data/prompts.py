@@ -12,6 +12,7 @@ from typing import Any
 import grain
 
 from jaxrl_async.config.schema import DataSection, WarmStartSection
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.records import (
     OwnRecords,
     Record,
@@ -198,6 +199,11 @@ class FittingPairs:
         self._tokenizer, self._max_length = tokenizer, max_length
         self._identity = {"seed": seed, "num_records": len(source)}
         self._next = self._left_out = 0
+
+    @property
+    def images(self) -> ImageStore | None:
+        """The images that token ids name; None: they name none."""
+        return self._tokenizer.images
 
     def __iter__(self) -> "FittingPairs":
         return self

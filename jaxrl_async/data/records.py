@@ -23,6 +23,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     is_conversation,
     with_system_prompt,
 )
+from jaxrl_async.data.images import taken_images
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows, plain_columns
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import ConfigError, DataError
@@ -240,9 +241,14 @@ class RecordReader:
             return Record(
                 token_ids=stand_in, text="", reference=reference, answer=answer, columns=fields
             )
+        try:
+            asked, images = taken_images(asked, self._tokenizer.images)
+        except DataError as error:
+            raise BadRecord(Bad.MESSAGES, str(error)) from None
         messages = self._conversation(asked)
         reply = messages[-1] if messages[-1]["role"] == "assistant" else None
-        return self._chat_record(fields, messages if reply is None else messages[:-1], reply)
+        asked = messages if reply is None else messages[:-1]
+        return self._chat_record(fields, asked, reply, images)
 
     def pair_ids(
         self, asked: Any, replies: Sequence[str | Message]
@@ -293,12 +299,19 @@ class RecordReader:
         return with_system_prompt(messages, self._data.system_prompt)
 
     def _chat_record(
-        self, fields: Mapping[str, Any], messages: tuple[Message, ...], reply: Message | None
+        self,
+        fields: Mapping[str, Any],
+        messages: tuple[Message, ...],
+        reply: Message | None,
+        images: Sequence[int],
     ) -> Record:
         answer, reference = self._answer_of(fields, reply)
         chat, answer_ids = self._chat, None
         try:
-            token_ids = self._fitting(chat.opening(messages, ()))
+            token_ids = chat.opening(messages, ())
+            if self._tokenizer.images is not None:
+                token_ids = self._tokenizer.images.named(token_ids, images)
+            token_ids = self._fitting(token_ids)
             if self._taught:
                 said = reply or {"role": "assistant", "content": answer}
                 answer_ids = chat.answer(messages, said)

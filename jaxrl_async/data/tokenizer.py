@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.types import IntArray, Message
 
@@ -112,6 +113,7 @@ class Tokenizer:
             vocabulary.values(), default=-1
         )  # largest id + 1, added tokens included
         self._lock = threading.Lock()  # the backend's settings are not safe to share
+        self.images: ImageStore | None = None  # of a model with images, for a run that reads them
         self.num_inexact = 0  # answers not encoded exactly, see encode_answer
 
     @property
@@ -127,7 +129,10 @@ class Tokenizer:
         return {name: int(i) for name, i in named.items() if i is not None}
 
     def encode(self, text: str) -> IntArray:
-        """Encode a text verbatim, without special tokens around it; [length] int32."""
+        """Encode a text verbatim, without special tokens around it; [length] int32. Of a model with
+        images, the mark of an image becomes its soft tokens."""
+        if self.images is not None:
+            text = text.replace(self.images.form.mark, self.images.form.written)
         return self._encode(text, special=False)
 
     def encode_prompt(self, text: str, template: str | None = None) -> IntArray:
@@ -280,7 +285,9 @@ class Tokenizer:
                 yield whole[len(head) :]
 
     def _whole_text(self, token_ids: IntArray) -> str:
-        """Decode ids, special tokens included."""
+        """Decode ids, special tokens included; images' tokens as soft tokens."""
+        if self.images is not None:
+            token_ids = self.images.plain(token_ids)
         with self._lock, _as_data_error(f"the tokenizer cannot decode {len(token_ids)} tokens"):
             ids = [int(i) for i in token_ids]
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))

@@ -112,6 +112,43 @@ def reference(
     return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
 
 
+# ---- images
+
+
+def image_reference(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT2: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Attend as `reference`, and from each token of an image to those behind it (Gemma 3); a window
+    bounds what lies before alone.
+
+    extent_BT2: the segment ids, and where in its sequence the image of a token begins; -1: of none.
+    """
+    segments, begins = extent_BT2[..., 0], extent_BT2[..., 1]
+    same = segments[:, :, None] == segments[:, None, :]
+    image = same_image(begins, begins) & same & (segments > 0)[:, None, :]
+    visible = causal_within_segments(segments) | image
+    if scoring.window:
+        places = jnp.arange(segments.shape[1])
+        visible &= places > places[:, None] - scoring.window
+    return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
+
+
+def same_image(q_begins: Array, kv_begins: Array) -> Array:
+    """Return [B, t, T] bool: whether query and key of one sequence are of one image, given where
+    their images begin [B, t], [B, T]; -1: of none."""
+    return (q_begins[:, :, None] == kv_begins[:, None, :]) & (q_begins >= 0)[:, :, None]
+
+
+def image_attention(mesh: Mesh | None) -> SequenceAttention:
+    """Return the attention of rows with images on a mesh, whose context axis must be 1."""
+    return kernels.per_shard(image_reference, mesh, PART_ATTENTION["reference"])
+
+
 # ---- contexts that share prefixes
 
 

@@ -20,7 +20,12 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
-from jaxrl_async.model.attention import reference, sequence_attention, visible_until
+from jaxrl_async.model.attention import (
+    image_attention,
+    reference,
+    sequence_attention,
+    visible_until,
+)
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
@@ -64,13 +69,19 @@ class TokenRows(NamedTuple):
     expert_ids: Array | None = None
     """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the router's
     choice. None: the router chooses for every token."""
+    image_begins: Array | None = None
+    """[B, T] int32, where in its sequence the image of a token begins; -1: of no image. Tokens of
+    an image see each other in both directions. None: there are no images."""
+    embeddings: Array | None = None
+    """[B, T, D] float32, what stands in place of the looked up embeddings of images' tokens."""
 
     @classmethod
     def of(cls, columns: Mapping[str, Array]) -> "TokenRows":
         """Return the rows in a batch's columns, by their names."""
         kept, expert_ids = columns.get("kept"), columns.get("expert_ids")
         tokens = (columns["token_ids"], columns["positions"], columns["segment_ids"])
-        return cls(*tokens, kept, expert_ids)
+        images = (columns.get("image_begins"), columns.get("embeddings"))
+        return cls(*tokens, kept, expert_ids, *images)
 
 
 class Routed(NamedTuple):
@@ -185,6 +196,9 @@ def token_states(
     """Return each token's hidden state; tokens with expert ids are routed to those experts."""
     layout, B = settings.layout, tokens.token_ids.shape[0]
     extent = _extent(spec, tokens, settings)
+    attention = settings.attention
+    if tokens.image_begins is not None:
+        attention = image_attention(layout.mesh)
     angles = all_angles(spec, layout.flat(tokens.positions))
     experts, real = experts_on(layout.mesh), layout.flat(tokens.segment_ids) > 0
     graphs, axes = _graphs(spec, params), _axes(spec, params)
@@ -201,7 +215,7 @@ def token_states(
         layer = nnx.merge(graphs[kind.stack], weights)
         q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, angles[kind.rope]))
         sinks = layer.sinks_of()
-        attended = settings.attention(q, k, v, extent, scoring_of(spec, kind), sinks)
+        attended = attention(q, k, v, extent, scoring_of(spec, kind), sinks)
         x = layer.finish(x, layout.fold(attended), experts, choose)
         return layout.place(x, "tokens", None), Routed(changed, loads)
 
@@ -222,10 +236,13 @@ def token_states(
 
 def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Array:
     """Return the last argument of the attention: the segment ids, or where prefixes are shared,
-    until where each token is seen; with its position if a layer has a window."""
+    until where each token is seen; with its position if a layer has a window. With images, the
+    segment ids and where they begin."""
     layout, B = settings.layout, tokens.token_ids.shape[0]
     extent = tokens.segment_ids
-    if settings.shares_prefixes:
+    if tokens.image_begins is not None:
+        extent = jnp.stack([extent, tokens.image_begins], axis=-1)
+    elif settings.shares_prefixes:
         extent = visible_until(tokens.positions, tokens.segment_ids)
         if any(kind.window for kind in spec.pattern):
             extent = jnp.stack([extent, tokens.positions], axis=-1)
@@ -354,6 +371,7 @@ def flat_forward(
     mixed: bool = False,
     experts: Experts = run_experts,
     choose: Choose = route,
+    images: tuple[Array, Array] | None = None,
 ) -> Array:
     """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -369,9 +387,12 @@ def flat_forward(
         mixed: matrix products in bfloat16, see layers.product.
         experts: computes a layer's experts, see moe.experts_on.
         choose: routes each token.
+        images: where the image of each token begins [n], and its embedding [n, D], as in TokenRows;
+            None: there are none.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
+    x = x if images is None else with_images(x, *images)
     for i, (kind, weights) in enumerate(zip(spec.kinds, layers, strict=True)):
         graph = layer_graph(
             spec,
@@ -419,7 +440,16 @@ def _looked_up(
         layout.place(layout.flat(a), "looked_up") for a in (tokens.token_ids, tokens.positions)
     )
     x = _embed(spec, params, ids, positions, dtype)
-    return layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
+    x = layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
+    if tokens.image_begins is None or tokens.embeddings is None:
+        return x
+    return with_images(x, layout.flat(tokens.image_begins), layout.flat(tokens.embeddings))
+
+
+def with_images(x: Array, begins: Array, embeddings: Array) -> Array:
+    """Return embeddings [n, D] with those given where a token is of an image (begins [n] >= 0):
+    unscaled, as Gemma 3 has them."""
+    return jnp.where((begins >= 0)[:, None], embeddings.astype(x.dtype), x)
 
 
 def _embed(

@@ -68,6 +68,13 @@ ReadWeight = Callable[[Weight, Any, Any], Array]
 """(weight, its sharding, dtype) -> the weight on its devices."""
 
 
+class Beside(NamedTuple):
+    """What a directory holds beside its text model."""
+
+    config: Callable[[dict[str, Any]], dict[str, Any]]  # the text model's config.json -> of both
+    tensors: Callable[[Iterator[tuple[str, np.ndarray]]], Iterator[tuple[str, np.ndarray]]]
+
+
 def load_spec(folder: Path) -> ModelSpec:
     """Return the model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
@@ -89,6 +96,21 @@ def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]
     named = {key: value for key, value in ends.token_ids().items() if value is not None}
     content = json.dumps({**generation, **named}, indent=2)
     (folder / GENERATION).write_text(content, encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json. Raises CheckpointError."""
+    return _read_json(folder / "config.json")
+
+
+def read_tensors(folder: Path, chosen: Callable[[str], bool]) -> dict[str, np.ndarray]:
+    """Read the tensors of a directory whose names are chosen, as they are stored. Raises
+    CheckpointError."""
+    with ExitStack() as files:
+        there = {n: t for n, t in _open_files(folder, files, SINGLE).items() if chosen(n)}
+        if coded := sorted(n for n, t in there.items() if t.stored.dtype not in DTYPES):
+            raise CheckpointError(f"{folder}: {coded[0]} is quantised, which is not supported.")
+        return {name: np.asarray(t.file.get_tensor(t.name)) for name, t in there.items()}
 
 
 def check_params(folder: str | Path, spec: ModelSpec) -> None:
@@ -146,9 +168,17 @@ def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[Rea
         yield lambda weight, sharding, dtype: _load(weight, tensors, sharding, dtype)
 
 
-def save_params(folder: str | Path, spec: ModelSpec, params: Any) -> None:
-    """Write config.json and safetensors that transformers loads; several files above 4 GiB."""
-    save_weights(folder, hf_config_of(spec), weight_table(spec), params, spec.own)
+def save_params(
+    folder: str | Path, spec: ModelSpec, params: Any, beside: Beside | None = None
+) -> None:
+    """Write config.json and safetensors that transformers loads; several files above 4 GiB.
+
+    beside: what is written with the text model; None: it is alone.
+    """
+    config = hf_config_of(spec)
+    if beside is not None:
+        config = beside.config(config)
+    save_weights(folder, config, weight_table(spec), params, spec.own, beside)
 
 
 def save_weights(
@@ -157,9 +187,10 @@ def save_weights(
     table: Any,
     params: Any,
     code: OwnCode | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Write any table of weights and its config.json, as save_params does; and a copy of the code
-    of a user's own decoder.
+    of a user's own decoder, and what is beside the weights.
 
     If several processes hold the weights together, all must call it; the first one writes.
     """
@@ -174,7 +205,8 @@ def save_weights(
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if code is not None:
         save_code(code, folder)
-    _write(folder, table, params)
+    tensors = _export(table, params)
+    _write(folder, tensors if beside is None else beside.tensors(tensors))
 
 
 def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
@@ -194,9 +226,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / ADAPTER_CONFIG)
 
 
-def _write(folder: Path, table: Any, params: Any) -> None:
+def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
     """Write the files of a model's weights, and their index if there are several."""
-    shards = list(_in_shards(_export(table, params)))
+    shards = list(_in_shards(tensors))
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
         return
@@ -269,7 +301,12 @@ def _advice(folder: Path) -> str:
 
 
 def _open_all(folder: Path, files: ExitStack, single: str = SINGLE) -> dict[str, _Tensor]:
-    """Open all files; return each tensor by name. Raises CheckpointError."""
+    """Open all files; return each tensor of the text model by name. Raises CheckpointError."""
+    return _text_part(_made_whole(_open_files(folder, files, single)))
+
+
+def _open_files(folder: Path, files: ExitStack, single: str) -> dict[str, _Tensor]:
+    """Open all files; return each tensor by its name there. Raises CheckpointError."""
     tensors: dict[str, _Tensor] = {}
     for name in _file_names(folder, single):
         path = folder / name
@@ -286,7 +323,7 @@ def _open_all(folder: Path, files: ExitStack, single: str = SINGLE) -> dict[str,
                 f"{path}: cannot be read as safetensors: {error}. Copy the file again."
             ) from None
         tensors |= {name: _Tensor(stored, file, name) for name, stored in header.items()}
-    return _text_part(_made_whole(tensors))
+    return tensors
 
 
 def _made_whole(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:

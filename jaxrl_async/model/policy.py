@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxrl_async.mesh import TRAINER_RULES, Rules, shardings
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
 from jaxrl_async.model.hf import (
+    Beside,
     load_generation,
     load_params,
     load_spec,
@@ -28,6 +29,13 @@ from jaxrl_async.model.own_code import load_code
 from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
+from jaxrl_async.model.vision.files import (
+    config_with_tower,
+    read_tower,
+    tensors_with_tower,
+    write_preparation,
+)
+from jaxrl_async.model.vision.tower import VisionTower
 
 
 class FolderTokenizer:
@@ -64,6 +72,7 @@ class Policy:
     generation: Mapping[str, Any] = field(default_factory=dict)  # its generation_config.json
     lora: Lora | None = None
     adapter: Any = None
+    tower: VisionTower | None = None  # of a model with images; saved as it was read
 
     @staticmethod
     def from_pretrained(
@@ -110,7 +119,7 @@ class Policy:
         lora, extra = None, None
         if adapter is not None:
             lora, extra = load_peft(adapter, spec, placed, dtype)
-        return Policy(spec, params, tokenizer, generation, lora, extra)
+        return Policy(spec, params, tokenizer, generation, lora, extra, read_tower(folder))
 
     def __repr__(self) -> str:
         """Describe it in a line, without its weights."""
@@ -171,16 +180,21 @@ class Policy:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face directory that transformers (and from_pretrained) loads: weights,
         an adapter's changes added, config.json and generation_config.json with the tokenizer's
-        special tokens, and the tokenizer."""
+        special tokens, the tokenizer, and the vision tower that was read with it."""
         if self.lora is not None and is_quantized(self.params):
             params = merged_by_layer(self.spec, self.lora, self.params, self.adapter)
         else:
             params = self.merged().params
         spec, folder = speaking(self.spec, self.tokenizer), Path(folder)
-        save_params(folder, spec, params)
+        tower, beside = self.tower, None
+        if tower is not None:
+            beside = Beside(partial(config_with_tower, tower), partial(tensors_with_tower, tower))
+        save_params(folder, spec, params, beside)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)
+        if tower is not None:
+            write_preparation(tower, folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 

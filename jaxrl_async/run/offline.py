@@ -53,6 +53,7 @@ from jaxrl_async.run.builders.initial_policy import (
 )
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
 from jaxrl_async.run.builders.playing import find_task, imitated
+from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, open_checkpoints
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
@@ -125,8 +126,10 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     claim_devices(config)
     task, slices = find_task(config), make_slices(config.mesh)
     tokenizer = make_tokenizer(config.data, config.model, task)
-    split = _split(config, tokenizer, task)
     spec = check_model(config, tokenizer, slices)
+    tokenizer.images = image_store(config, spec, tokenizer)
+    split = _split(config, tokenizer, task)
+    tokenizer.images = check_images(config, tokenizer.images)
     check_frozen(config)
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
     pairs = warm_pairs(config, tokenizer) if warms else None
@@ -176,7 +179,9 @@ def sft(
             learning_rate=config.algorithm.learning_rate,
             total_steps=config.run.steps,
         ),
-        pack=functools.partial(pack_pairs, row_length=config.row_length),
+        pack=functools.partial(
+            pack_pairs, row_length=config.row_length, images=policy.tokenizer.images
+        ),
         params=policy.trained,
         base=base_of(policy),
         split=split,

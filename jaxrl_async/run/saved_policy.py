@@ -14,6 +14,7 @@ from jaxrl_async.model.hf import load_generation, read_adapter_config
 from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.vision.files import read_tower
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
 from jaxrl_async.run.checkpoint.store import read_learnt, saved_steps
@@ -62,7 +63,9 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
     learnt = read_learnt(paths.checkpoints / str(step), kind)
     lora = lora_of(spec, config.model.lora)
     if lora is None:
-        return Policy(spec, learnt, tokenizer, _generation_of(config))
+        path = config.model.path
+        tower = None if path is None else read_tower(Path(path))
+        return Policy(spec, learnt, tokenizer, _generation_of(config), tower=tower)
     base = Policy.from_pretrained(
         config.model.path or paths.base,
         dtype=kind,

@@ -75,7 +75,7 @@ class WarmUpdates:
         """Make one update from the next pairs, and report it."""
         start = time.perf_counter()
         examples = [next(self._pairs) for _ in range(self._config.warm_start.batch_size)]
-        batch = pack_pairs(examples, self._config.row_length)
+        batch = pack_pairs(examples, self._config.row_length, self._pairs.images)
         self._state, report = self._step.update(self._state, batch, at=self._made)
         self._made += 1
         self._loss = report["train/loss"]

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
@@ -39,6 +40,7 @@ class Room:
     kv_shape: tuple[int, int, int, int] | None = None  # layers and ModelSpec.cached_shape
     kv_dtype: str | None = None
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
+    images: ImageStore | None = None  # whose ids follow the vocabulary's in prompts
 
 
 class RequestCheck:
@@ -208,7 +210,7 @@ def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
 
 
 def _prompt(request: Request, room: Room) -> IntArray:
-    ids = checked_ids(request.token_ids, room.vocab)
+    ids = checked_ids(request.token_ids, room.vocab if room.images is None else room.images.end)
     if isinstance(ids, str):
         raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
     if not len(ids):

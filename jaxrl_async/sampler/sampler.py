@@ -418,6 +418,7 @@ class DecodeLoop:
                 prefix_cache=section.prefix_cache,
                 one_version=section.on_new_weights == "restart",
                 adapters=self._setup.places,
+                images=self._setup.settings.images,
             )
         new_version(self.batch, self.weights.version)
         return self.batch

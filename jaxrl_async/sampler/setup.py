@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
@@ -54,6 +55,7 @@ class SamplerSettings:
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only
     one_thread: bool = False  # on a CPU, use one core only: for several samplers side by side
     adapters: AdapterRoom | None = None  # that requests may name; None: they may name none
+    images: ImageStore | None = None  # that token ids of prompts name; None: they name none
     probe: Probe | None = None  # to check new weights on; None: they are not checked
     schedule: Schedule = UNRECORDED  # records, or prescribes, what is taken in between which blocks
     followers: Followers = NO_FOLLOWERS  # the sampler's other processes
@@ -165,6 +167,7 @@ def room_of(
         kv_shape=(spec.layers, *spec.cached_shape),
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
+        images=settings.images,
     )
 
 

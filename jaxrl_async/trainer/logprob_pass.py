@@ -105,8 +105,9 @@ class LogprobPass:
         of_micros = [split(column, self._micro_rows, 0) for column in columns]
         for micro, *rest in zip(micros, *of_micros, strict=True):
             tokens = TokenRows(
-                micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids
-            )
+                micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids,
+                micro.image_begins, micro.embeddings,
+            )  # fmt: skip
             with device_lock:
                 arrays = program(params, *put((tokens, *rest), self._rows))
                 parts.append([whole(a) for a in jax.tree.leaves(arrays)])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
 from jaxrl_async.trainer.token_columns import (
@@ -148,9 +149,14 @@ def pack_groups(
     return pack(sequences, row_length, sampler_columns, share_prefixes=share_prefixes)
 
 
-def pack_pairs(pairs: Sequence[Pair], row_length: int) -> PackedBatch:
-    """Pack (token_ids, mask) pairs for supervised training alone: no policy drew them."""
-    return pack([_of_pair(pair) for pair in pairs], row_length)
+def pack_pairs(
+    pairs: Sequence[Pair], row_length: int, images: ImageStore | None = None
+) -> PackedBatch:
+    """Pack (token_ids, mask) pairs for supervised training alone: no policy drew them.
+
+    images: that token ids name; None: they name none.
+    """
+    return pack([_of_pair(pair) for pair in pairs], row_length, SamplerColumns(images=images))
 
 
 def _of_pair(pair: Pair) -> TrainSequence:
@@ -284,6 +290,9 @@ def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
     if columns.routing is not None:
         routing = columns.routing
         layout["expert_ids"] = (routing.layers, routing.chosen), routing.dtype
+    if columns.images is not None:
+        layout["image_begins"] = (), np.int32
+        layout["embeddings"] = (columns.images.form.width,), np.float32
     return layout
 
 
@@ -296,6 +305,10 @@ def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[st
     if wanted.routing is not None:
         length = len(sequence.token_ids)
         columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)
+    if wanted.images is not None:
+        columns["token_ids"] = wanted.images.plain(sequence.token_ids)
+        columns["image_begins"] = wanted.images.begins(sequence.token_ids)
+        columns["embeddings"] = wanted.images.embeddings(sequence.token_ids)
     return columns
 
 

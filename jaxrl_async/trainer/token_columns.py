@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import ALL_BITS, UNKNOWN_EXPERT
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, IntArray, KeptTokens
 
@@ -23,6 +24,7 @@ class SamplerColumns(NamedTuple):
 
     mask_vocab: int | None = None  # size of the vocabulary of sampling masks; None: none are packed
     routing: Routing | None = None  # of expert ids; None: none are packed
+    images: ImageStore | None = None  # that token ids name; None: they name none
 
 
 NO_SAMPLER_COLUMNS = SamplerColumns()

@@ -75,8 +75,8 @@ def _text_of(content: Any, where: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
             raise DataError(
-                f"content of {where} has a part of the type {_shown(part['type'])}, and models "
-                "here read text alone. Leave it out."
+                f"content of {where} has a part of the type {_shown(part['type'])}, and text "
+                "alone is read here. Leave it out, or see docs/images.md for where images are read."
             )
         parts.append(_checked_text(text, f"a part of the content of {where}"))
     return "".join(parts)

@@ -31,6 +31,7 @@ from jaxrl_async.run.builders.scoring import (
     note_process_rewards,
 )
 from jaxrl_async.run.builders.serving import RunServing, run_chat_format
+from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
@@ -78,6 +79,7 @@ def check_inputs(
     tokenizer = make_tokenizer(config.data, config.model, task)
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
+    tokenizer.images = image_store(config, spec, tokenizer)
     check_frozen(config)
     check_engines(config, spec)
     if locks is None:
@@ -104,6 +106,11 @@ def check_inputs(
     note_process_rewards(config)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)
+    prompts = make_stream(
+        config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
+    )
+    pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
+    tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
@@ -118,11 +125,9 @@ def check_inputs(
         opponents=opponents,
         envs=envs,
         keep_mask=keep_mask,
-        prompts=make_stream(
-            config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
-        ),
+        prompts=prompts,
     )
-    return inputs, warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
+    return inputs, pairs
 
 
 def recorded_schedule(config: Config) -> Recorded | None:

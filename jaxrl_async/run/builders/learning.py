@@ -153,6 +153,7 @@ def make_learner(
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
             routing=routing_of(policy.spec) if algorithm.keep_routing else None,
+            images=tokenizer.images,
         ),
         seed=config.run.seed,
     )

@@ -238,7 +238,10 @@ def make_sampling(
         count=inputs.faults.add,
     )
     settings = replace(
-        sampler_settings(config, spec), schedule=schedule, device_lock=inputs.locks.sampler
+        sampler_settings(config, spec),
+        images=inputs.tokenizer.images,
+        schedule=schedule,
+        device_lock=inputs.locks.sampler,
     )
 
     def first(push: Push, mesh: Mesh) -> Params:

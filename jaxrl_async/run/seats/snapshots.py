@@ -6,6 +6,7 @@
 All is written before the checkpoint of the same version: a killed run finds it again.
 """
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -60,11 +61,12 @@ class Snapshots:
         return self._folder / f"{version:0{DIGITS}d}"
 
     def save(self, version: int, policy: Policy) -> None:
-        """Write a snapshot. Raises CheckpointError."""
+        """Write a snapshot, without a vision tower: games have no images. Raises
+        CheckpointError."""
         half = self.path(version).with_suffix(".tmp")
         try:
             shutil.rmtree(half, ignore_errors=True)
-            policy.save_pretrained(half)
+            dataclasses.replace(policy, tower=None).save_pretrained(half)
             shutil.rmtree(self.path(version), ignore_errors=True)
             half.replace(self.path(version))
         except OSError as error:

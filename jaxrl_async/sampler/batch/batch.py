@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
@@ -73,6 +74,7 @@ class Batch:
         prefix_cache: bool = True,
         one_version: bool = False,
         adapters: AdapterPlaces | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         """Set up empty slots and pages on the engine's device.
 
@@ -85,7 +87,9 @@ class Batch:
             one_version: discard a request's tokens if they were drawn by other weights than it is
                 admitted with.
             adapters: that requests may name; None: they name none.
+            images: that token ids of prompts name; None: they name none.
         """
+        self._images = images
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
@@ -193,7 +197,7 @@ class Batch:
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
-        for chunk in plan_chunks(self.prefilling, self._chunk, self.spec):
+        for chunk in plan_chunks(self.prefilling, self._chunk, self.spec, self._images):
             prefix = self.engine.prefill(weights, self.state, chunk.args)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()

@@ -4,12 +4,13 @@ A *leader* has followers: requests with the same tokens, which share its prefill
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_async.data.images import NO_IMAGE, ImageStore
 from jaxrl_async.model.cache import NewKV
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
@@ -60,18 +61,42 @@ def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
     return [p for p in prefilling if id(p) not in following]
 
 
-def plan_chunks(waiting: Sequence[Prefilling], budget: int, spec: EngineSpec) -> Iterator[Chunk]:
-    """Yield the chunks of one round: up to `budget` tokens of the requests that come first."""
+def plan_chunks(
+    waiting: Sequence[Prefilling], budget: int, spec: EngineSpec, images: ImageStore | None = None
+) -> Iterator[Chunk]:
+    """Yield the chunks of one round: up to `budget` tokens of the requests that come first, and the
+    rest of an image that would be cut: its first tokens see its last ones.
+
+    images: that token ids name; None: they name none.
+    """
     sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
-    for length, pieces in shapes.by_bucket(shapes.plan_prefill(sizes, budget)):
-        yield make_chunk([(waiting[piece.index], piece.count) for piece in pieces], length, spec)
+    planned = shapes.plan_prefill(sizes, budget)
+    if images is not None:
+        planned = tuple(_with_whole_images(piece, waiting, images) for piece in planned)
+    for length, pieces in shapes.by_bucket(planned):
+        parts = [(waiting[piece.index], piece.count) for piece in pieces]
+        yield make_chunk(parts, length, spec, images)
 
 
-def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpec) -> Chunk:
-    """Pack the next tokens of some requests, each at most `length` of them."""
+def _with_whole_images(
+    piece: shapes.Piece, waiting: Sequence[Prefilling], images: ImageStore
+) -> shapes.Piece:
+    end = images.whole(waiting[piece.index].token_ids, piece.start + piece.count)
+    return replace(piece, count=end - piece.start)
+
+
+def make_chunk(
+    parts: list[tuple[Prefilling, int]],
+    length: int,
+    spec: EngineSpec,
+    images: ImageStore | None = None,
+) -> Chunk:
+    """Pack the next tokens of some requests, each at most `length` of them; images: see
+    plan_chunks."""
     rows = shapes.rows_bucket(len(parts))
     n = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
     tokens, positions, cell_indices, places = (np.zeros(n, np.int32) for _ in range(4))
+    begins = np.full(n, NO_IMAGE, np.int32)
     cells = Cells(np.full(n, spec.pages, np.int32), np.zeros(n, np.int32))
     token_indices = np.zeros((rows, length), np.int32)
     starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
@@ -87,13 +112,18 @@ def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpe
         cells.offsets[begin:end] = where % spec.page_tokens
         starts[row], lengths[row] = start, count
         places[begin:end] = prefilling.place
+        if images is not None:
+            begins[begin:end] = images.begins(prefilling.token_ids)[where]
         begin = end
     width = shapes.steps_of_half(spec.num_pages(int(starts.max())))
     tables = np.full((rows, width), spec.pages, np.int32)
     for row, (prefilling, _) in enumerate(parts):
         tables[row] = page_table(prefilling.pages, width, spec.pages)
+    embedded = None
+    if images is not None and images.has_any(tokens):
+        embedded = begins, images.embeddings(tokens)
     args = PrefillArgs(
-        tokens,
+        tokens if images is None else images.plain(tokens),
         positions,
         token_indices,
         cell_indices,
@@ -101,6 +131,7 @@ def make_chunk(parts: list[tuple[Prefilling, int]], length: int, spec: EngineSpe
         lengths,
         tables,
         None if spec.room is None else places,
+        embedded,
     )
     return Chunk(parts=parts, args=args, cells=cells)
 

@@ -32,6 +32,8 @@ class PrefillArgs(NamedTuple):
     lengths: AnyArray  # [B] int32, new tokens, >= 1
     tables: AnyArray  # [B, C / G] int32, pages of the tokens before
     places: AnyArray | None = None  # [n] int32, place of each token's adapter; 0: it has none
+    # where the image of each token begins [n], and its embedding [n, D], as in decoder.TokenRows
+    images: tuple[AnyArray, AnyArray] | None = None  # None: the chunk has none
 
 
 class Prefix(NamedTuple):

@@ -12,7 +12,7 @@ from jax import Array
 from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import empty_stack, layers_with_stack, put_adapter
-from jaxrl_async.model.attention import reference
+from jaxrl_async.model.attention import reference, same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
@@ -157,6 +157,7 @@ def prefill(
         mixed=spec.mixed,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         choose=choose_experts(spec, chosen),
+        images=chunk.images,
     )
     last = jnp.take_along_axis(chunk.token_indices, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
     logits = decoder.next_logits(spec.model, weights.params, x[last], mixed=spec.mixed)
@@ -173,7 +174,11 @@ def _sight(chunk: PrefillArgs, window: int, columns: int | None) -> tuple[Array,
         columns: None: there are no columns before them.
     """
     within = jnp.arange(chunk.token_indices.shape[1])
-    visible = (within[:, None] >= within) & (within < chunk.lengths[:, None, None])
+    visible = (within[:, None] >= within)[None]
+    if chunk.images is not None:  # what is behind a token of its image is in the chunk
+        begins = chunk.images[0][chunk.token_indices]
+        visible = visible | same_image(begins, begins)
+    visible = visible & (within < chunk.lengths[:, None, None])
     visible = visible & (within > within[:, None] - window if window else True)
     if columns is None:
         return visible, None

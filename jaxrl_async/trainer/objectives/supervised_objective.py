@@ -27,6 +27,8 @@ from jaxrl_async.types import PackedBatch
 
 COLUMNS = ("token_ids", "positions", "segment_ids", "mask")
 """What of a PackedBatch travels to the devices, beside the weights of its tokens."""
+OF_IMAGES = ("image_begins", "embeddings")
+"""The same, of a batch with images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class SupervisedObjective:
 
     def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
         weights = split(token_mean(data), rows, 0.0)
+        names = COLUMNS if data.image_begins is None else COLUMNS + OF_IMAGES
         return [
-            {"weights": w, **{name: getattr(micro, name) for name in COLUMNS}}
+            {"weights": w, **{name: getattr(micro, name) for name in names}}
             for micro, w in zip(micro_batches(data, rows), weights, strict=True)
         ]
 

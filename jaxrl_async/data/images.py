@@ -1,0 +1,285 @@
+"""Images in chat messages: read, prepared as transformers does, and named by token ids.
+
+    {"type": "image", "image": "dog.png"} ──read, hash──> number ──> ids beyond the vocabulary
+                                                            │
+                    trainer and samplers <── embeddings, computed once by the frozen tower
+
+Token t of image i is the id `vocab + i * tokens + t`. So a sequence of token ids alone says which
+images it holds, wherever it goes: prefixes are shared where the images are the same, and trainer
+and sampler look up the same numbers. Models see the id of the soft token in its place.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.errors import DataError, MissingExtraError
+from jaxrl_async.types import FloatArray, IntArray
+
+log = logging.getLogger(__name__)
+
+NO_IMAGE = -1
+"""`begins` of a token that is no image's."""
+MAX_IMAGE_BYTES = 2**26
+"""Longest file or data: URL of an image."""
+KINDS = ("image", "image_url")
+"""Types of content parts that hold an image."""
+
+Pixels = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageForm:
+    """How a model writes an image, and what its tower takes."""
+
+    vocab: int  # of the model: ids of images begin here
+    tokens: int  # of an image
+    width: int  # of an embedding
+    soft: int  # id that stands at each token of an image
+    mark: str  # text that a chat template writes for an image
+    written: str  # what the model reads in its place, with the soft tokens
+
+
+@dataclass(slots=True)
+class ImageStore:
+    """The images of a run by number. Any thread may use it."""
+
+    form: ImageForm
+    prepare: Callable[[Any], Pixels]  # a PIL image -> [3, S, S]
+    embed: Callable[[Pixels], FloatArray]  # [n, 3, S, S] -> [n, tokens, width]
+    release: Callable[[], None] = lambda: None  # called when `embed` is not needed any more
+    _numbers: dict[bytes, int] = field(default_factory=dict)  # by content
+    _waiting: dict[int, bytes] = field(default_factory=dict)  # files of those not embedded yet
+    _embedded: dict[int, FloatArray] = field(default_factory=dict)  # [tokens, width] each
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sealed: bool = False
+
+    @property
+    def end(self) -> int:
+        """First id that is no image's."""
+        return self.form.vocab + len(self._numbers) * self.form.tokens
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, image: Any, where: str) -> int:
+        """Return the number of an image, equal files being one. Raises DataError.
+
+        Args:
+            image: a PIL image, an array [height, width, 3] of bytes, a path or a data: URL.
+            where: it stands, for errors.
+        """
+        content = file_of(image, where)
+        name = hashlib.blake2b(content, digest_size=16).digest()
+        with self._lock:
+            if name not in self._numbers:
+                if self._sealed:
+                    raise DataError(f"{where}: its image was not there when the run began.")
+                self._numbers[name] = len(self._numbers)
+                self._waiting[self._numbers[name]] = content
+            return self._numbers[name]
+
+    def seal(self) -> None:
+        """Take no more images: all samplers and the trainer know those that are there."""
+        with self._lock:
+            self._sealed = True
+
+    def named(self, token_ids: IntArray, images: Sequence[int]) -> IntArray:
+        """Return an encoded text with the ids of its images at the soft tokens, in order. Raises
+        DataError if it has not room for exactly these images."""
+        places, form = np.flatnonzero(token_ids == self.form.soft), self.form
+        if len(places) != len(images) * form.tokens:
+            raise DataError(
+                f"a prompt with {len(images)} images has {len(places)} of their tokens, not "
+                f"{len(images) * form.tokens}: the chat template must write {form.mark!r} once for "
+                "each, and no text may hold it or the soft token."
+            )
+        named = token_ids.copy()
+        first = form.vocab + np.asarray(images, np.int32) * form.tokens
+        named[places] = (first[:, None] + np.arange(form.tokens)).reshape(-1)
+        return named
+
+    def plain(self, token_ids: IntArray) -> IntArray:
+        """Return the ids as the model knows them: the soft token for images'."""
+        return np.where(token_ids < self.form.vocab, token_ids, self.form.soft).astype(np.int32)
+
+    def begins(self, token_ids: IntArray) -> IntArray:
+        """Return where the image of each token of a sequence begins, [length] int32; NO_IMAGE."""
+        place = (token_ids - self.form.vocab) % self.form.tokens
+        begins = np.arange(len(token_ids)) - place
+        return np.where(token_ids < self.form.vocab, NO_IMAGE, begins).astype(np.int32)
+
+    def whole(self, token_ids: IntArray, end: int) -> int:
+        """Return `end`, or behind the image that it would cut."""
+        if end >= len(token_ids) or token_ids[end] < self.form.vocab:
+            return end
+        place = (int(token_ids[end]) - self.form.vocab) % self.form.tokens
+        return end if place == 0 else end + self.form.tokens - place
+
+    def embeddings(self, token_ids: IntArray) -> FloatArray:
+        """Return the embeddings [length, width] float32 of images' tokens; 0 for others."""
+        found = np.zeros((len(token_ids), self.form.width), np.float32)
+        places = np.flatnonzero(token_ids >= self.form.vocab)
+        if len(places):
+            number, place = divmod(token_ids[places] - self.form.vocab, self.form.tokens)
+            here = [int(i) for i in np.unique(number)]
+            self._embed(here)
+            for i in here:
+                found[places[number == i]] = self._embedded[i][place[number == i]]
+        return found
+
+    def has_any(self, token_ids: IntArray) -> bool:
+        """Return whether a sequence holds an image."""
+        return bool((token_ids >= self.form.vocab).any())
+
+    def _embed(self, numbers: Sequence[int]) -> None:
+        """Embed those of these images that are not yet."""
+        with self._lock:
+            new = [i for i in numbers if i not in self._embedded]
+            if not new:
+                return
+            pixels = np.stack([self.prepare(opened(self._waiting[i])) for i in new])
+            for i, embedded in zip(new, self.embed(pixels), strict=True):
+                self._embedded[i] = embedded
+                del self._waiting[i]
+            if self._sealed and not self._waiting:
+                mib = sum(e.nbytes for e in self._embedded.values()) / 2**20
+                log.info("all %d images are embedded: %.1f MiB", len(self._embedded), mib)
+                self.release()
+
+
+def taken_images(asked: Any, store: ImageStore | None) -> tuple[Any, list[int]]:
+    """Return messages with the store's mark in place of each image, and the images' numbers. Raises
+    DataError that names the message of an image that cannot be read.
+
+    As Gemma 3's chat template does, texts beside images lose white space at their edges. Without a
+    store the messages are returned as they are.
+    """
+    if store is None or not isinstance(asked, Sequence) or isinstance(asked, str):
+        return asked, []
+    images: list[int] = []
+    return [_taken(m, f"message {i}", store, images) for i, m in enumerate(asked)], images
+
+
+def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return message
+    parts = []
+    for i, part in enumerate(content):
+        if _is_image(part):
+            images.append(store.add(_image_of(part), f"part {i} of {where}"))
+            parts.append(store.form.mark)
+        else:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            parts.append(text.strip() if isinstance(text, str) else part)
+    texts = all(isinstance(p, str) for p in parts)
+    return {**message, "content": "".join(parts) if texts else parts}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in KINDS
+
+
+def _image_of(part: Mapping[str, Any]) -> Any:
+    """Return what a content part says of its image, in OpenAI's form or transformers'."""
+    given = next(
+        (
+            part[k]
+            for k in ("image", "image_url", "url", "path", "base64")
+            if part.get(k) is not None
+        ),
+        None,
+    )
+    return given.get("url") if isinstance(given, Mapping) and "url" in given else given
+
+
+def file_of(image: Any, where: str) -> bytes:
+    """Return an image as the bytes of a file, which PIL can read. Raises DataError."""
+    images = _pillow()
+    try:
+        if isinstance(image, np.ndarray):
+            image = images.fromarray(image)
+        if isinstance(image, images.Image):
+            stream = io.BytesIO()
+            image.convert("RGB").save(stream, "PNG")
+            return stream.getvalue()
+        content = _bytes_of(image, where)
+        opened(content)
+    except (OSError, ValueError, TypeError, SyntaxError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"{where}: its image cannot be read: {reason}.") from None
+    return content
+
+
+def opened(content: bytes) -> Any:
+    """Return the bytes of a file as PIL has its image, in RGB."""
+    return _pillow().open(io.BytesIO(content)).convert("RGB")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError("images need Pillow: pip install 'jaxrl_async[images]'.") from None
+    return Image
+
+
+def _bytes_of(image: Any, where: str) -> bytes:
+    if not isinstance(image, str):
+        raise DataError(
+            f"{where}: its image is a {type(image).__name__}. Give a path, a data: URL, a PIL "
+            "image or an array [height, width, 3] of bytes."
+        )
+    if image.startswith(("http://", "https://")):
+        raise DataError(f"{where}: {image[:80]} is not downloaded. Give a path or a data: URL.")
+    if image.startswith("data:"):
+        head, _, content = image.partition(",")
+        if not head.endswith(";base64") or len(content) > MAX_IMAGE_BYTES:
+            raise DataError(
+                f"{where}: its data: URL is not base64, or longer than {MAX_IMAGE_BYTES:,} bytes."
+            )
+        try:
+            return base64.b64decode(content, validate=True)
+        except binascii.Error as error:
+            raise DataError(f"{where}: its data: URL is not base64: {error}.") from None
+    with Path(image.removeprefix("file://")).open("rb") as file:
+        content_bytes = file.read(MAX_IMAGE_BYTES + 1)
+    if len(content_bytes) > MAX_IMAGE_BYTES:
+        raise DataError(f"{where}: {image[:80]} is longer than {MAX_IMAGE_BYTES:,} bytes.")
+    return content_bytes
+
+
+def image_preparation(folder: Path, size: int) -> Callable[[Any], Pixels]:
+    """Return what makes pixels [3, size, size] of a PIL image, as a directory's image processor
+    does. Raises DataError for settings that make several images of one, or another size."""
+    from transformers import Gemma3ImageProcessorPil
+
+    named = ("preprocessor_config.json", "processor_config.json")
+    if any((folder / name).is_file() for name in named):
+        processor = Gemma3ImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
+    else:
+        processor = Gemma3ImageProcessorPil(size={"height": size, "width": size})
+    sides = {processor.size["height"], processor.size["width"]}
+    if processor.do_pan_and_scan or sides != {size}:
+        raise DataError(
+            f"{folder}: its image processor makes images of {sorted(sides)} pixels, with pan and "
+            f"scan {processor.do_pan_and_scan}; the tower takes one of {size}. Set size and "
+            "do_pan_and_scan=false in preprocessor_config.json."
+        )
+
+    def prepared(image: Any) -> Pixels:
+        made = processor(images=[image], return_tensors="np")["pixel_values"]
+        return np.asarray(made[0], np.float32)
+
+    return prepared

@@ -1,0 +1,122 @@
+"""The images of a run: which model reads them, and what a run with images cannot do."""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async.algorithms.advantages import needs_critic
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.images import ImageForm, ImageStore, Pixels, image_preparation
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import CheckpointError, ConfigError
+from jaxrl_async.model.hf import read_config
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.vision.files import read_tower, vision_spec
+from jaxrl_async.model.vision.tower import VisionTower
+
+log = logging.getLogger(__name__)
+
+MARKS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_index": 256_000}
+"""Fields of config.json that name the tokens around and of an image, with Gemma 3's own."""
+WITH_IMAGES = ("rl", "sft")
+"""Values of run.job whose records may have images."""
+
+
+def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageStore | None:
+    """Return an empty store for the images of a run's records; None: its model has no tower, or its
+    records are not of data.jsonl. No weight is read. Raises CheckpointError, ConfigError,
+    DataError."""
+    path = config.model.path
+    if (
+        config.run.job not in WITH_IMAGES
+        or path is None
+        or config.task is not None
+        or config.data.source != "jsonl"
+    ):
+        return None
+    folder, sizes = Path(path), vision_spec(Path(path))
+    if sizes is None:
+        return None
+    said = read_config(folder)
+    ids = [said.get(key, usual) for key, usual in MARKS.items()]
+    if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
+        log.warning(
+            "%s: %s are %s, which are no tokens of the tokenizer: it reads text alone",
+            folder / "config.json", ", ".join(MARKS), ids,
+        )  # fmt: skip
+        return None
+    begin, soft, end = (tokenizer.token_text(i) for i in ids)
+    form = ImageForm(
+        vocab=spec.vocab,
+        tokens=sizes.tokens,
+        width=sizes.text_width,
+        soft=ids[1],
+        mark=begin,
+        written=f"\n\n{begin}{soft * sizes.tokens}{end}\n\n",  # as transformers' Gemma3Processor
+    )
+
+    @cache
+    def tower() -> VisionTower:
+        read = read_tower(folder)
+        if read is None:
+            raise CheckpointError(
+                f"{folder}: config.json describes a vision tower, and the files have none. Copy "
+                "the whole directory, or leave images out of the records."
+            )
+        return read
+
+    @cache
+    def preparation() -> Callable[[Any], Pixels]:
+        return image_preparation(folder, sizes.image_size)
+
+    return ImageStore(
+        form=form,
+        prepare=lambda image: preparation()(image),
+        embed=lambda pixels: tower().embeddings(pixels),
+        release=tower.cache_clear,
+    )
+
+
+def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
+    """Return the store if records have images; no more can be added. The first one is embedded.
+
+    Raises ConfigError for settings that do not go with images, and CheckpointError or DataError for
+    a directory that cannot embed them.
+    """
+    if store is None or not len(store):
+        return None
+    if found := next(_obstacles(config), None):
+        raise ConfigError(
+            f"the records of {config.data.jsonl.path} have images, which do not go with {found}. "
+            "See docs/images.md."
+        )
+    store.seal()
+    store.embeddings(np.array([store.form.vocab], np.int32))
+    return store
+
+
+def _obstacles(config: Config) -> Iterator[str]:
+    """Yield the settings that know nothing of images."""
+    c, draws = config, config.run.job == "rl"
+    context = c.mesh.trainer.context
+    found = {
+        "several processes": jax.process_count() > 1,
+        "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
+        f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "ours",
+        "endpoint.outsiders": c.endpoint.outsiders,
+        "runs (several adapters)": bool(c.runs),
+        "trainer.share_prefixes": c.trainer.share_prefixes,
+        f"mesh.trainer.context={context}": context != 1,
+        f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
+        not in ("auto", "reference"),
+        "teacher.path": c.teacher.path is not None,
+        "pairs.loss": c.pairs.loss is not None,
+        "reward.model": c.reward.model is not None,
+        "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
+    }
+    yield from (setting for setting, wanted in found.items() if wanted)
