@@ -94,6 +94,10 @@ class ImageStore:
         with self._lock:
             self._sealed = True
 
+    def identity(self) -> str:
+        """Return a hash of all images in order: of what ids in saved sequences mean."""
+        return hashlib.blake2b(b"".join(self._numbers), digest_size=16).hexdigest()
+
     def named(self, token_ids: IntArray, images: Sequence[int]) -> IntArray:
         """Return an encoded text with the ids of its images at the soft tokens, in order. Raises
         DataError if it has not room for exactly these images."""

@@ -5,6 +5,7 @@ metrics.jsonl   how rewards and accuracy went
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +26,13 @@ ROWS = 9
 SHOWN = ("eval/reward", "eval/accuracy", "reward/mean", "eval/loss", "train/loss")
 """Metrics in the table, where a run has them."""
 PACKAGES = ("jax", "flax", "optax", "transformers")
-PRIVATE = ("dir", "key", "certificate", "authority", "url", "host", "advertise", "listen")
+PRIVATE = (
+    *("dir", "key", "certificate", "authority", "url", "urls", "uri", "host", "server"),
+    *("advertise", "listen", "coordinator", "prometheus"),
+)
 """Words in the names of settings whose values are of one machine: left out."""
+ADDRESSED = re.compile(r"[a-z][a-z0-9+.-]*://")
+"""What addresses begin with, which are left out, too: they may hold a password."""
 
 
 def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) -> str:
@@ -127,13 +133,22 @@ def _own_settings(config: Config) -> dict[str, Any]:
 
 
 def _public(value: Any) -> Any:
-    """Return settings without those of one machine, and of absolute paths the last part."""
+    """Return settings without those of one machine and without addresses, and of absolute paths the
+    last part."""
     if isinstance(value, dict):
-        kept = {k: _public(v) for k, v in value.items() if not set(k.split("_")) & set(PRIVATE)}
-        return {k: v for k, v in kept.items() if v != {}}
+        kept = {
+            _public(name): _public(of_name)
+            for name, of_name in value.items()
+            if not set(name.split("_")) & set(PRIVATE) and not _is_address(of_name)
+        }
+        return {name: of_name for name, of_name in kept.items() if of_name != {}}
     if isinstance(value, list):
-        return [_public(v) for v in value]
+        return [_public(each) for each in value if not _is_address(each)]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, str) and ADDRESSED.match(value) is not None
 
 
 def _version(name: str) -> str:
