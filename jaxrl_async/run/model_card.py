@@ -31,8 +31,8 @@ PRIVATE = (
     *("advertise", "listen", "coordinator", "prometheus"),
 )
 """Words in the names of settings whose values are of one machine: left out."""
-ADDRESSED = re.compile(r"[a-z][a-z0-9+.-]*://")
-"""What addresses begin with, which are left out, too: they may hold a password."""
+ADDRESS_LIKE = re.compile(r"\S*://\S*")
+"""Addresses, also as openenv:http://...: left out, too, since they may hold a password."""
 
 
 def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) -> str:
@@ -139,7 +139,7 @@ def _public(value: Any) -> Any:
         kept = {
             _public(name): _public(of_name)
             for name, of_name in value.items()
-            if not set(name.split("_")) & set(PRIVATE) and not _is_address(of_name)
+            if not set(name.split("_")) & set(PRIVATE) and not any(map(_is_address, (name, of_name)))
         }
         return {name: of_name for name, of_name in kept.items() if of_name != {}}
     if isinstance(value, list):
@@ -148,7 +148,7 @@ def _public(value: Any) -> Any:
 
 
 def _is_address(value: Any) -> bool:
-    return isinstance(value, str) and ADDRESSED.match(value) is not None
+    return isinstance(value, str) and ADDRESS_LIKE.fullmatch(value) is not None
 
 
 def _version(name: str) -> str:

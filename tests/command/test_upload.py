@@ -196,3 +196,6 @@ def test_a_card_has_no_address_and_no_password(run):
         assert private not in card
     assert "engine: vllm" in card and "experiment: e" in card
     assert "task.py:t:\n    path: x\n" in card
+    config = yaml.safe_load(paths.config.read_text()) | {"task": "openenv:http://10.0.0.9"}
+    paths.config.write_text(yaml.safe_dump(config))
+    assert "10.0.0." not in model_card(paths)
