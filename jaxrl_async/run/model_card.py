@@ -136,15 +136,16 @@ def _public(value: Any) -> Any:
     """Return settings without those of one machine and without addresses, and of absolute paths the
     last part."""
     if isinstance(value, dict):
-        kept = {
-            _public(name): _public(of_name)
-            for name, of_name in value.items()
-            if not set(name.split("_")) & set(PRIVATE) and not any(map(_is_address, (name, of_name)))
-        }
-        return {name: of_name for name, of_name in kept.items() if of_name != {}}
+        shown = {k: v for k, v in value.items() if not (_is_private(k) or _is_address(v))}
+        kept = {_public(k): _public(v) for k, v in shown.items()}
+        return {k: v for k, v in kept.items() if v != {}}
     if isinstance(value, list):
         return [_public(each) for each in value if not _is_address(each)]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _is_private(name: str) -> bool:
+    return bool(set(name.split("_")) & set(PRIVATE)) or _is_address(name)
 
 
 def _is_address(value: Any) -> bool:
