@@ -5,6 +5,7 @@ costs a fault for every 4 KiB that is written; in huge ones (2 MiB) one for 512 
 glibc reads its wish for them when a process starts, so the process starts itself again, once.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -35,13 +36,18 @@ def start_with_huge_pages() -> None:
     it has none and may have them; else return.
 
     For the first line of a program, before JAX is imported: the process keeps its number, its
-    words and its files, and nothing else.
+    words and its files, and nothing else. So it returns, too, where there is something to lose: in
+    a notebook, at a prompt, in a program that is read from stdin, and once JAX is there.
     """
     try:
         allowed = ALLOWED.read_text(encoding="ascii")
     except (OSError, ValueError):
         return  # not Linux, or hidden
     tunables = tunables_with_huge_pages(dict(os.environ), allowed)
-    if tunables is not None and sys.executable:
-        os.environ[TUNABLES] = tunables
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""  # of stdin "<stdin>"
+    begins = os.path.isfile(program) and "jax" not in sys.modules
+    if tunables is None or not begins or not sys.executable:
+        return
+    with contextlib.suppress(OSError):  # the interpreter's file is gone, or may not be started
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, TUNABLES: tunables})

@@ -58,3 +58,36 @@ def test_a_process_starts_again_once_with_its_number_and_its_words(said: str, tm
     assert last == "|".join([str(process.pid), str(asked), *words])
     assert starts == ["start"] * (1 if asked is None else 2)
     assert said != "0" or asked is None
+
+
+KEPT = """
+import sys
+from jaxrl_async import huge_pages
+print("start", flush=True)
+{before}
+huge_pages.start_with_huge_pages()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "from_file"),
+    [
+        ("", False),  # read from stdin, as at a prompt: nobody could read it again
+        ("sys.modules['jax'] = sys", True),  # something was begun
+        ("sys.executable = '/nowhere/python'", True),
+        ("sys.executable = ''", True),
+    ],
+)
+def test_a_process_that_would_lose_something_goes_on_as_it_is(before, from_file, tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(KEPT.format(before=before), encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k not in (TUNABLES, SWITCH)}
+    told = subprocess.run(
+        [sys.executable, *([program] if from_file else ["-"])],
+        input="" if from_file else program.read_text(encoding="utf-8"),
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert told.stdout.split() == ["start", "end"], told.stderr

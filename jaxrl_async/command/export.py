@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args)
         if "JAX_PLATFORMS" not in os.environ:  # a run may hold the accelerator
             importlib.import_module("jax").config.update("jax_platforms", "cpu")
-        hub = Upload(args.upload, private=args.private) if args.upload else None
+        hub = Upload(args.upload, private=args.private) if args.upload is not None else None
         print(_written(args))
         if hub is not None:
             print(hub.send(args.out, f"jaxrl_async {__version__}: {args.source.resolve().name}"))
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> None:
             f"{args.source} is neither the folder of a run (config.yaml) nor a Hugging Face "
             "directory (config.json)."
         )
-    if args.private and not args.upload:
+    if args.private and args.upload is None:
         raise ConfigError("--private is of an upload. Give --upload OWNER/NAME, or leave it out.")
     if is_run and args.adapter:
         raise ConfigError("--adapter: a run's own adapter is added without it. Give a policy.")

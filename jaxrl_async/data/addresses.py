@@ -14,9 +14,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from jaxrl_async.data.hub import WANTED
 from jaxrl_async.errors import ConfigError
@@ -65,9 +67,9 @@ def copied_here(address: str, setting: str, kind: str = "model") -> Path:
     content = json.dumps([address, kind, sorted(files.items())])
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     parent = cache_root() / digest
-    whole = parent / root.rpartition("/")[2]
+    whole = parent / _last_part(address, root)
     if not parent.is_dir():
-        log.info("copying %s to %s", address, whole)
+        log.info("copying %s to %s", address.partition("?")[0], whole)
         try:
             _copy(system, root, files, parent, whole.name)
         except Exception as error:  # each file system has its own kinds
@@ -84,9 +86,9 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         root = root.rstrip("/")
         system.invalidate_cache()
         if system.isfile(root):
-            return {"": str(system.ukey(root))}, system, root
+            return {"": _sign(system.info(root))}, system, root
         found = system.find(root, detail=True)  # with sizes, times and sums, as it has them
-        inside = {path[len(root) :].lstrip("/"): str(info) for path, info in found.items()}
+        inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in found.items()}
         files = {name: sign for name, sign in inside.items() if _is_wanted(name, kind)}
     except Exception as error:
         raise _unreachable(address, setting, error) from error
@@ -94,6 +96,20 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         what = "nothing" if not inside else f"none of {', '.join(WANTED[kind])}"
         raise ConfigError(f"{setting} = {address!r}: there is {what}. Correct the address.")
     return files, system, root
+
+
+def _sign(info: Mapping[str, Any]) -> str:
+    """Return what is known of a file's content: size, times and sums, as its file system has them;
+    without the place that an address leads on to, which may be another each time."""
+    return str({name: value for name, value in info.items() if name != "url"})
+
+
+def _last_part(address: str, root: str) -> str:
+    """Return the name of a copy: without the query of https://, such as a signature."""
+    if address.startswith(("http://", "https://")):
+        parts = urlsplit(address)
+        return unquote(parts.path).rpartition("/")[2] or parts.netloc
+    return root.rpartition("/")[2]
 
 
 def _is_wanted(name: str, kind: str) -> bool:

@@ -127,7 +127,8 @@ class Upload:
     def __init__(self, name: str, *, private: bool) -> None:
         """Make the repository unless it is there, before anything long is begun.
 
-        Raises ConfigError where that cannot be done, which says what to do.
+        Raises ConfigError where that cannot be done, which says what to do; also if it is to be
+        private, and is there and public.
         """
         if not NAME.fullmatch(name):
             raise ConfigError(f"--upload {name}: give OWNER/NAME, such as ada/adder.")
@@ -135,12 +136,18 @@ class Upload:
         try:
             self._hub.whoami()
             self._hub.create_repo(name, private=private or None, exist_ok=True)
+            is_public = private and not self._hub.repo_info(name).private
         except Exception as error:  # of many kinds
             raise ConfigError(
                 f"--upload {name}: the hub does not take it ({type(error).__name__}: "
                 f"{_line(error)}). Log in with `hf auth login` by a token that may write, or leave "
                 f"--upload out, and upload the folder later: `hf upload {name} OUT`."
             ) from error
+        if is_public:
+            raise ConfigError(
+                f"--private: {name} is there already, and everybody sees it. Make it private in "
+                "its settings on the hub, give another name, or leave --private out."
+            )
 
     def send(self, folder: Path, message: str) -> str:
         """Upload a folder as one commit; return what to tell. Raises DataError, and the folder

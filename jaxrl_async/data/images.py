@@ -94,6 +94,10 @@ class ImageStore:
         with self._lock:
             self._sealed = True
 
+    def identity(self) -> str:
+        """Return a hash of all images in order: of what ids in saved sequences mean."""
+        return hashlib.blake2b(b"".join(self._numbers), digest_size=16).hexdigest()
+
     def named(self, token_ids: IntArray, images: Sequence[int]) -> IntArray:
         """Return an encoded text with the ids of its images at the soft tokens, in order. Raises
         DataError if it has not room for exactly these images."""
@@ -193,14 +197,10 @@ def _is_image(part: Any) -> bool:
 
 def _image_of(part: Mapping[str, Any]) -> Any:
     """Return what a content part says of its image, in OpenAI's form or transformers'."""
-    given = next(
-        (
-            part[k]
-            for k in ("image", "image_url", "url", "path", "base64")
-            if part.get(k) is not None
-        ),
-        None,
-    )
+    names = ("image", "image_url", "url", "path")
+    given = next((part[k] for k in names if part.get(k) is not None), None)
+    if given is None and isinstance(part.get("base64"), str):
+        return f"data:image;base64,{part['base64']}"
     return given.get("url") if isinstance(given, Mapping) and "url" in given else given
 
 
@@ -212,19 +212,28 @@ def file_of(image: Any, where: str) -> bytes:
             image = images.fromarray(image)
         if isinstance(image, images.Image):
             stream = io.BytesIO()
-            image.convert("RGB").save(stream, "PNG")
+            upright(image).save(stream, "PNG")
             return stream.getvalue()
         content = _bytes_of(image, where)
         opened(content)
-    except (OSError, ValueError, TypeError, SyntaxError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # of many kinds: also of an image with too many pixels
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"{where}: its image cannot be read: {reason}.") from None
     return content
 
 
 def opened(content: bytes) -> Any:
-    """Return the bytes of a file as PIL has its image, in RGB."""
-    return _pillow().open(io.BytesIO(content)).convert("RGB")
+    """Return the bytes of a file as PIL has its image, upright, in RGB."""
+    return upright(_pillow().open(io.BytesIO(content)))
+
+
+def upright(image: Any) -> Any:
+    """Return a PIL image in RGB, turned as its camera says, as transformers' load_image does."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _pillow() -> Any:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,12 @@ class LineStream(io.TextIOBase):
         self._lock, self._rest = threading.Lock(), ""
 
     def write(self, text: str) -> int:
-        """Write the lines that are complete; the rest waits for its end."""
+        """Write the lines that are complete; the rest waits for its end. Of what a line has written
+        over itself (progress bars), the last is left, as on a screen."""
         with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
+            told = self._rest + text
+            *lines, rest = map(_on_screen, told.split("\n"))
+            self._rest = rest + "\r" * told.endswith("\r")
             for line in filter(str.strip, lines):
                 _tell(self._stream, line, self._severity)
         return len(text)
@@ -127,6 +130,11 @@ class LineStream(io.TextIOBase):
         """Return the file descriptor of the stream below."""
         return self._stream.fileno()
 
+    @property
+    def buffer(self) -> Any:
+        """The stream of bytes below, for what writes bytes: they are no entries."""
+        return self._stream.buffer
+
     def writable(self) -> bool:
         """Return True."""
         return True
@@ -135,6 +143,10 @@ class LineStream(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         """UTF-8, of which JSON is."""
         return "utf-8"
+
+
+def _on_screen(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class EntryHandler(logging.Handler):

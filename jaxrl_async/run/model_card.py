@@ -5,6 +5,7 @@ metrics.jsonl   how rewards and accuracy went
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +26,13 @@ ROWS = 9
 SHOWN = ("eval/reward", "eval/accuracy", "reward/mean", "eval/loss", "train/loss")
 """Metrics in the table, where a run has them."""
 PACKAGES = ("jax", "flax", "optax", "transformers")
-PRIVATE = ("dir", "key", "certificate", "authority", "url", "host", "advertise", "listen")
+PRIVATE = (
+    *("dir", "key", "certificate", "authority", "url", "urls", "uri", "host", "server"),
+    *("advertise", "listen", "coordinator", "prometheus"),
+)
 """Words in the names of settings whose values are of one machine: left out."""
+ADDRESS_LIKE = re.compile(r"\S*://\S*")
+"""Addresses, also as openenv:http://...: left out, too, since they may hold a password."""
 
 
 def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) -> str:
@@ -127,13 +133,23 @@ def _own_settings(config: Config) -> dict[str, Any]:
 
 
 def _public(value: Any) -> Any:
-    """Return settings without those of one machine, and of absolute paths the last part."""
+    """Return settings without those of one machine and without addresses, and of absolute paths the
+    last part."""
     if isinstance(value, dict):
-        kept = {k: _public(v) for k, v in value.items() if not set(k.split("_")) & set(PRIVATE)}
+        shown = {k: v for k, v in value.items() if not (_is_private(k) or _is_address(v))}
+        kept = {_public(k): _public(v) for k, v in shown.items()}
         return {k: v for k, v in kept.items() if v != {}}
     if isinstance(value, list):
-        return [_public(v) for v in value]
+        return [_public(each) for each in value if not _is_address(each)]
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _is_private(name: str) -> bool:
+    return bool(set(name.split("_")) & set(PRIVATE)) or _is_address(name)
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, str) and ADDRESS_LIKE.fullmatch(value) is not None
 
 
 def _version(name: str) -> str:

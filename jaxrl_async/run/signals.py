@@ -155,7 +155,7 @@ class Stop:
         os.write(
             2,
             signal_line(
-                f"SIGTERM: not saved within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
+                f"SIGTERM: not ended within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
                 "--resume continues from the newest checkpoint"
             ),
         )

@@ -32,6 +32,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer(401, {"error": "Invalid user token."})
+        elif "/api/models/" in self.path:
+            private = not self.state.get("public", False)
+            self.answer(200, {"id": "ada/adder", "private": private, "siblings": []})
         else:
             self.answer(200, {"name": "ada", "type": "user", "orgs": []})
 
@@ -127,11 +130,23 @@ def test_a_token_that_is_refused_is_told_before_anything_is_written(run, hub, tm
     assert not state and not (tmp_path / "out").exists()
 
 
+def test_what_is_to_be_private_does_not_go_where_everybody_sees_it(run, hub, tmp_path):
+    endpoint, state = hub
+    state["public"] = True  # was made so before: to make it again changes nothing
+    words = (run, tmp_path / "out", "--upload", "ada/adder")
+    done = export(*words, "--private", endpoint=endpoint)
+    assert done.returncode == 2 and "--private: ada/adder is there already" in done.stderr
+    assert "files" not in state and not (tmp_path / "out").exists()
+    assert export(*words, endpoint=endpoint).returncode == 0 and "README.md" in state["files"]
+
+
 def test_a_name_without_an_owner_is_refused(run, tmp_path):
     done = export(run, tmp_path / "out", "--upload", "adder", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
     done = export(run, tmp_path / "out", "--private", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "--private is of an upload" in done.stderr
+    done = export(run, tmp_path / "out", "--upload", "", endpoint="http://127.0.0.1:1")
+    assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
 
 
 def test_a_card_says_what_was_done_and_nothing_of_the_machine(run, tmp_path):
@@ -163,3 +178,24 @@ def test_a_card_names_base_and_records_of_the_hub(run):
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == "Qwen/Qwen3-0.6B" and front["datasets"] == ["openai/gsm8k"]
     assert "/home/ada" not in card and "path: Qwen/Qwen3-0.6B" in card
+
+
+def test_a_card_has_no_address_and_no_password(run):
+    words = [
+        *("mesh.samplers_in=elsewhere", "sampler.engine=vllm", "model.path=Qwen/Qwen3-0.6B"),
+        "sampler.engine_urls=[http://ada:secret@10.0.0.3:8000]",
+        "metrics.mlflow={experiment: e, tracking_uri: 'http://ada:secret@10.0.0.4:5000'}",
+        "metrics.prometheus=10.0.0.5:9000",
+        "distributed={coordinator: '10.0.0.6:123', num_processes: 2, process_id: 0}",
+        "task={/home/ada/task.py:t: {seen_at: 'http://10.0.0.7', server: 10.0.0.8, path: /home/x}}",
+    ]
+    paths = Paths(run)
+    paths.config.write_text(dump(load_config(str(paths.config), words)))
+    card = model_card(paths)
+    for private in ("secret", "10.0.0.", "/home"):
+        assert private not in card
+    assert "engine: vllm" in card and "experiment: e" in card
+    assert "task.py:t:\n    path: x\n" in card
+    config = yaml.safe_load(paths.config.read_text()) | {"task": "openenv:http://10.0.0.9"}
+    paths.config.write_text(yaml.safe_dump(config))
+    assert "10.0.0." not in model_card(paths)

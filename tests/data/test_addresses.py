@@ -124,8 +124,13 @@ def test_a_file_comes_over_http(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/x.jsonl"
         file = copied_here(address, "data.jsonl.path", "dataset")
+        signed = copied_here(address + "?signature=a/b", "data.jsonl.path", "dataset")
+        (tmp_path / "served" / "x.jsonl").write_text('{"question": "another"}\n')
+        other = copied_here(address, "data.jsonl.path", "dataset")
         server.shutdown()
-    assert file.read_text() == '{"question": "?"}\n'
+    assert file.read_text() == signed.read_text() == '{"question": "?"}\n'
+    assert other.read_text() == '{"question": "another"}\n', "it has changed there"
+    assert file.name == signed.name == "x.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def test_records_prints_and_tracebacks_are_entries_with_labels(capsys):
     assert 0 <= age_s < 3600, "in UTC"
 
 
+def test_a_line_that_is_written_over_is_one_entry_and_bytes_go_through(capsysbinary):
+    with logs_as("json", run="r"):
+        for done in range(3):
+            print(f"\r{done} of 2", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        print("1 %\r", end="", file=sys.stderr)
+        print("2 %\r\nthen", file=sys.stderr)
+        print("1 %\r", end="", file=sys.stderr)
+        print("failed", file=sys.stderr)
+        sys.stdout.buffer.write(b"raw\n")
+    told = capsysbinary.readouterr()
+    messages = [e["message"] for e in entries(told.err.decode())]
+    assert messages == ["2 of 2", "2 %", "then", "failed"]
+    assert told.out == b"raw\n"
+
+
 def test_text_stays_text_and_what_was_before_comes_back(capsys):
     handlers, out = logging.getLogger().handlers[:], sys.stdout
     with logs_as("text", run="r"):

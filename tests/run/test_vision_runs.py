@@ -11,7 +11,7 @@ from gemma_vision import saved
 from PIL import Image
 from runs import config_of, metrics_of, weights_of
 
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.loop import train
 
@@ -116,6 +116,22 @@ def test_a_run_with_images_goes_on_with_the_same_pictures(tmp_path: Path) -> Non
     train(rest)
     for name, tensor in weights_of(whole).items():
         np.testing.assert_allclose(weights_of(rest)[name], tensor, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
+    """What is being drawn names them by their place among the records'."""
+    more = ["eval.every=0", "staleness.max_staleness=1", "trainer.warmup_steps=1"]
+    more = overrides(tmp_path, *more, "run.overwrite=false")
+    train(config_of("grpo", tmp_path, *more, "run.steps=1"))
+    file = tmp_path / "squares.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[::-1]) + "\n")
+    with pytest.raises(CheckpointError, match=r"1: its answers name images .* in another order"):
+        train(config_of("grpo", tmp_path, *more, "run.steps=2", "run.resume=true"))
+    file.write_text("\n".join(lines) + "\n")
+    train(config_of("grpo", tmp_path, *more, "run.steps=2", "run.resume=true"))
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ def make_outlets(
         ledger=side.records.ledger,
         accounts=side.joined.accounts,
         lockstep=lockstep,
+        images=inputs.tokenizer.images,
         lock=inputs.locks.saving,
     )
     return Outlets(

@@ -24,11 +24,12 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
-from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed, check_scale
+from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.trainer.learner import Learner
@@ -126,6 +127,7 @@ class RunSaver:
     ledger: Ledger  # the run's
     accounts: Accounts
     lockstep: Lockstep
+    images: ImageStore | None  # that token ids name; None: they name none
     lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
 
     def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
@@ -149,6 +151,7 @@ class RunSaver:
             "config": dump(self.config),
             "numbers": learner.numbers(),
             "trainer": dict(numbers),
+            "images": None if self.images is None else self.images.identity(),
             "prompts": self.lockstep.gather_json(position)[: self.lockstep.players],
         }
         with self.lock:
@@ -194,14 +197,17 @@ def resumed(
     learner: Learner,
     prompts: PromptStream | Curriculum,
     lockstep: Lockstep,
+    images: ImageStore | None,
 ) -> StartingPoint:
     """Restore learner and prompts from the newest readable checkpoint with run.resume; return where
-    the other parts begin. Raises CheckpointError, DataError before a file of the run is changed."""
+    the other parts begin. images: that token ids name; None: they name none. Raises
+    CheckpointError, DataError before a file of the run is changed."""
     if not config.run.resume:
         return StartingPoint()
     saved = checkpoints.restore(None, learner.tree())
     check_resumed(saved, config, checkpoints.directory)
     check_scale(saved, config, checkpoints.directory)
+    check_same_images(saved, images, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
     whole = loads(saved.rollouts, ROLLOUT_KINDS)
@@ -209,6 +215,19 @@ def resumed(
     prompts.restore(saved.loop["prompts"][lockstep.player])
     return StartingPoint(
         version=saved.step, whole=whole, share=share, numbers=saved.loop["trainer"]
+    )
+
+
+def check_same_images(saved: Saved, images: ImageStore | None, folder: Path) -> None:
+    """Raise CheckpointError if the ids of images in a checkpoint's answers mean others now."""
+    before = saved.loop.get("images")
+    if before is None or (images is not None and images.identity() == before):
+        return
+    raise CheckpointError(
+        f"{folder / str(saved.step)}: its answers name images by their place among those of the "
+        "records, and the records have other images now, or have them in another order. Put the "
+        "files of data.jsonl and their images back as they were, or choose another run.name; "
+        "model.path=.../policy starts from a finished run's weights."
     )
 
 

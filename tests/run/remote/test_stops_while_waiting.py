@@ -45,7 +45,7 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
         run.signal("trainer", number)
         assert run.code("trainer") == code, run.said("trainer")[-3000:]
         said = run.said("trainer")
-        assert "an evaluation is left out" in said and "not saved within" not in said
+        assert "an evaluation is left out" in said and "not ended within" not in said
         assert saved_versions(run) == [0] and not run.problems()
         run.train(*RESUME)
         run.sample("second")
