@@ -20,12 +20,14 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.attention import (
     image_attention,
     reference,
     sequence_attention,
     visible_until,
 )
+from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
@@ -128,8 +130,14 @@ def settings_on(
 ) -> DecoderSettings:
     """Return the settings of a program of this decoder on a mesh, with the attention of that name.
 
-    Raises ConfigError if that attention cannot run on the mesh.
+    Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
+    go on from a shared prefix.
     """
+    if shares_prefixes and spec.delta:
+        raise ConfigError(
+            f"trainer.share_prefixes: the gated delta nets of this {spec.family} model keep no "
+            "state at the end of a prefix that segments could go on from. Set it to false."
+        )
     chosen = sequence_attention(
         attention,
         mesh=mesh,
@@ -213,10 +221,14 @@ def token_states(
             n: layout.gathered(w, of_stack[n]) if n in of_stack else w for n, w in weights.items()
         }
         layer = nnx.merge(graphs[kind.stack], weights)
-        q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, angles[kind.rope]))
-        sinks = layer.sinks_of()
-        attended = attention(q, k, v, extent, scoring_of(spec, kind), sinks)
-        x = layer.finish(x, layout.fold(attended), experts, choose)
+
+        def attend(*qkv: Array) -> Array:
+            q, k, v = (layout.unfold(a, B) for a in qkv)
+            sinks = layer.sinks_of()
+            return layout.fold(attention(q, k, v, extent, scoring_of(spec, kind), sinks))
+
+        mix = partial(_read_states, layout, tokens.segment_ids) if kind.is_linear else attend
+        x = layer.through(x, angles[kind.rope], mix, experts, choose)
         return layout.place(x, "tokens", None), Routed(changed, loads)
 
     steps = {kind: _remat(partial(one_layer, kind), settings.remat) for kind in spec.pattern}
@@ -247,6 +259,31 @@ def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Ar
         if any(kind.window for kind in spec.pattern):
             extent = jnp.stack([extent, tokens.positions], axis=-1)
     return layout.unfold(layout.flat(extent), B)
+
+
+def _read_states(
+    layout: Layout, segment_ids: Array, inputs: DeltaInputs, kernels: Sequence[Array]
+) -> Array:
+    """Run the convolution and the gated delta rule of a layer over packed rows; each device has
+    whole rows for it.
+
+    Args:
+        layout: the order of the tokens.
+        segment_ids: [B, T], in natural order.
+        inputs: of the layout's tokens [n, ...].
+        kernels: the convolution's weights for queries, keys and values.
+
+    Returns [n, H, V], the layout's tokens.
+    """
+    B = segment_ids.shape[0]
+    rows = (layout.place(layout.rows(x, B), "batch", None) for x in inputs)
+    q, k, v, log_decay, strength = rows
+    q, k, v = (
+        causal_convolution(x, kernel, segment_ids)
+        for x, kernel in zip((q, k, v), kernels, strict=True)
+    )
+    out = gated_delta_rule(DeltaInputs(q, k, v, log_decay, strength), segment_ids)
+    return layout.flat(out)
 
 
 def scoring_of(spec: ModelSpec, kind: LayerKind) -> Scoring:
