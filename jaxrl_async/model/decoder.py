@@ -27,7 +27,7 @@ from jaxrl_async.model.attention import (
     sequence_attention,
     visible_until,
 )
-from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
+from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
@@ -227,7 +227,7 @@ def token_states(
             sinks = layer.sinks_of()
             return layout.fold(attention(q, k, v, extent, scoring_of(spec, kind), sinks))
 
-        mix = partial(_read_states, layout, tokens.segment_ids) if kind.is_linear else attend
+        mix = partial(read_states, layout, tokens.segment_ids) if kind.is_linear else attend
         x = layer.through(x, angles[kind.rope], mix, experts, choose)
         return layout.place(x, "tokens", None), Routed(changed, loads)
 
@@ -259,31 +259,6 @@ def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Ar
         if any(kind.window for kind in spec.pattern):
             extent = jnp.stack([extent, tokens.positions], axis=-1)
     return layout.unfold(layout.flat(extent), B)
-
-
-def _read_states(
-    layout: Layout, segment_ids: Array, inputs: DeltaInputs, kernels: Sequence[Array]
-) -> Array:
-    """Run the convolution and the gated delta rule of a layer over packed rows; each device has
-    whole rows for it.
-
-    Args:
-        layout: the order of the tokens.
-        segment_ids: [B, T], in natural order.
-        inputs: of the layout's tokens [n, ...].
-        kernels: the convolution's weights for queries, keys and values.
-
-    Returns [n, H, V], the layout's tokens.
-    """
-    B = segment_ids.shape[0]
-    rows = (layout.place(layout.rows(x, B), "batch", None) for x in inputs)
-    q, k, v, log_decay, strength = rows
-    q, k, v = (
-        causal_convolution(x, kernel, segment_ids)
-        for x, kernel in zip((q, k, v), kernels, strict=True)
-    )
-    out = gated_delta_rule(DeltaInputs(q, k, v, log_decay, strength), segment_ids)
-    return layout.flat(out)
 
 
 def scoring_of(spec: ModelSpec, kind: LayerKind) -> Scoring:

@@ -1,6 +1,6 @@
 """The gated delta rule and the short convolution before it, for packed sequences. Pure functions.
 
-    S_t = exp(g_t) S_(t-1) + b_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T       o_t = S_t^T q_t / sqrt(K)
+    S_t = exp(g_t) S_(t-1) + b_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T      o_t = S_t^T q_t / sqrt(K)
 
 Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), eq. 10; keys and queries have length 1. Shapes:
 B rows, T tokens, H value heads, K key width, V value width, C tokens of a chunk.
@@ -85,8 +85,8 @@ class _Chunks(NamedTuple):
 
 
 def _prepared(inputs: DeltaInputs) -> DeltaInputs:
-    """Return the inputs in float32 with as many heads of queries and keys as of values, of length 1,
-    queries scaled."""
+    """Return the inputs in float32, queries and keys of length 1 with as many heads as values;
+    queries are scaled."""
     q, k, v, log_decay, strength = (x.astype(jnp.float32) for x in inputs)
     q, k = (_unit(x) for x in (q, k))
     each = v.shape[2] // k.shape[2]

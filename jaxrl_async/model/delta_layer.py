@@ -1,20 +1,22 @@
 """Layers with a gated delta net in place of attention, and those whose attention has a gate."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.delta import DeltaInputs
+from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
 from jaxrl_async.model.families.parts import DeltaNet
 from jaxrl_async.model.layers import Angles, Layer, rms_norm, split_heads
+from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
 
 
 class GatedLayer(Layer):
-    """A layer that multiplies what attention returns with a sigmoid of its input, for each component
-    of each head."""
+    """A layer that multiplies what attention returns with a sigmoid of its input, for each
+    component of each head."""
 
     def through(
         self,
@@ -66,8 +68,8 @@ class DeltaLayer(Layer):
         return self._added(x, self._times(flat, "delta_out"), experts, choose)
 
     def _projected(self, y: Array) -> tuple[DeltaInputs, Array]:
-        """Return what the delta net makes of tokens [n, D], before the convolution, and its gate [n,
-        H, V]."""
+        """Return what the delta net makes of tokens [n, D], before the convolution, and its gate
+        [n, H, V]."""
         sizes = self.delta
         if sizes.grouped:
             q, k, v, z, b, a = self._of_groups(y)
@@ -90,3 +92,28 @@ class DeltaLayer(Layer):
         b, a = jnp.split(self._times(y, "delta_ba").reshape(n, sizes.key_heads, -1), 2, axis=-1)
         v, z = (x.reshape(n, sizes.value_heads, -1) for x in (v, z))
         return q, k, v, z, b.reshape(n, -1), a.reshape(n, -1)
+
+
+def read_states(
+    layout: Layout, segment_ids: Array, inputs: DeltaInputs, kernels: Sequence[Array]
+) -> Array:
+    """Run the convolution and the gated delta rule of a layer over packed rows; each device has
+    whole rows for it.
+
+    Args:
+        layout: the order of the tokens.
+        segment_ids: [B, T], in natural order.
+        inputs: of the layout's tokens [n, ...].
+        kernels: the convolution's weights for queries, keys and values.
+
+    Returns [n, H, V], the layout's tokens.
+    """
+    B = segment_ids.shape[0]
+    rows = (layout.place(layout.rows(x, B), "batch", None) for x in inputs)
+    q, k, v, log_decay, strength = rows
+    q, k, v = (
+        causal_convolution(x, kernel, segment_ids)
+        for x, kernel in zip((q, k, v), kernels, strict=True)
+    )
+    out = gated_delta_rule(DeltaInputs(q, k, v, log_decay, strength), segment_ids)
+    return layout.flat(out)

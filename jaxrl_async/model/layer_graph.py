@@ -28,8 +28,8 @@ def layer_graph(
     """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
     layer = partial(
-        _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed, scales=scales,
-        adapted=adapted, chosen=chosen,
+        _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
+        scales=scales, adapted=adapted, chosen=chosen,
     )  # fmt: skip
     graph, _ = nnx.split(nnx.eval_shape(layer))
     return graph

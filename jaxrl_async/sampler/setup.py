@@ -208,8 +208,8 @@ def check_draws(spec: ModelSpec) -> None:
     if spec.delta:
         raise ConfigError(
             f"this {spec.family} model has gated delta nets (linear_attention), whose states the "
-            "samplers cannot keep: no rollouts can be drawn from it. Set run.job=sft, preference or "
-            "reward_model, or take a family without them."
+            "samplers cannot keep: no rollouts can be drawn from it. Set run.job=sft, preference "
+            "or reward_model, or take a family without them."
         )
 
 

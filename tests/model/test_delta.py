@@ -140,7 +140,7 @@ def test_a_config_is_read_as_it_was_written_and_what_is_missing_is_refused() -> 
 
 
 def test_samplers_and_shared_prefixes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="qwen3_next model has gated delta nets.*run.job=sft"):
+    with pytest.raises(ConfigError, match=r"qwen3_next model has gated delta nets.*run\.job=sft"):
         Sampler((SPEC, tiny_params(SPEC)))
     mesh = mesh_of(data=1)
     with pytest.raises(ConfigError, match="share_prefixes: the gated delta nets"):

@@ -297,7 +297,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 40,
         },
     ),
-    "qwen3_5": ("Qwen3_5TextConfig", {**DELTA, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {**DELTA, "num_hidden_layers": 5, "tie_word_embeddings": True},
+    ),
     "llama-linear": ("LlamaConfig", {"rope_parameters": {**LINEAR, "rope_theta": 1e4}}),
 }
 

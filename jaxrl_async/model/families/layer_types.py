@@ -49,7 +49,9 @@ def _pattern_with_linear(
     else:
         linear = [family.linear(fields, i) for i in range(layers)]
     rope, _ = read_ropes(family, fields)
-    kinds = (LayerKind(rope=None, stack=LINEAR_STACK) if x else LayerKind(rope=rope) for x in linear)
+    kinds = (
+        LayerKind(rope=None, stack=LINEAR_STACK) if x else LayerKind(rope=rope) for x in linear
+    )
     return repeating(tuple(kinds))
 
 
