@@ -29,6 +29,8 @@ FamilyName = Literal[
     "qwen2_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_text",
 ]
 """The model_type of each family in model.families.registry."""
 ROUTED_FAMILIES: tuple[FamilyName, ...] = (
@@ -39,6 +41,7 @@ ROUTED_FAMILIES: tuple[FamilyName, ...] = (
     "qwen2_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
 )
 """Those with experts."""
 
@@ -59,12 +62,13 @@ class ArchitectureSection(Section):
     """Key and value heads; deepseek_v2 and deepseek_v3 have as many as query heads."""
     head_dim: Positive = 32
     """Width of a head. Of deepseek_v2 and deepseek_v3 half of it turns, values are as wide as the
-    rest, and the ranks are 4 (queries) and 2 (keys and values) times it."""
+    rest, and the ranks are 4 (queries) and 2 (keys and values) times it. The delta nets of
+    qwen3_next and qwen3_5_text have kv_heads key heads and `heads` value heads of this width."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
     """Experts per layer, for the families that have them (qwen3_moe, mixtral, gpt_oss, glm4_moe,
-    qwen2_moe, deepseek_v2, deepseek_v3); 0: a dense MLP."""
+    qwen2_moe, deepseek_v2, deepseek_v3, qwen3_next); 0: a dense MLP."""
     experts_per_token: Positive = 2
     """Experts that each token is routed to."""
     window: Positive | None = None

@@ -20,12 +20,14 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.attention import (
     image_attention,
     reference,
     sequence_attention,
     visible_until,
 )
+from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
@@ -128,8 +130,14 @@ def settings_on(
 ) -> DecoderSettings:
     """Return the settings of a program of this decoder on a mesh, with the attention of that name.
 
-    Raises ConfigError if that attention cannot run on the mesh.
+    Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
+    go on from a shared prefix.
     """
+    if shares_prefixes and spec.delta:
+        raise ConfigError(
+            f"trainer.share_prefixes: the gated delta nets of this {spec.family} model keep no "
+            "state at the end of a prefix that segments could go on from. Set it to false."
+        )
     chosen = sequence_attention(
         attention,
         mesh=mesh,
@@ -213,10 +221,14 @@ def token_states(
             n: layout.gathered(w, of_stack[n]) if n in of_stack else w for n, w in weights.items()
         }
         layer = nnx.merge(graphs[kind.stack], weights)
-        q, k, v = (layout.unfold(a, B) for a in layer.qkv(x, angles[kind.rope]))
-        sinks = layer.sinks_of()
-        attended = attention(q, k, v, extent, scoring_of(spec, kind), sinks)
-        x = layer.finish(x, layout.fold(attended), experts, choose)
+
+        def attend(*qkv: Array) -> Array:
+            q, k, v = (layout.unfold(a, B) for a in qkv)
+            sinks = layer.sinks_of()
+            return layout.fold(attention(q, k, v, extent, scoring_of(spec, kind), sinks))
+
+        mix = partial(read_states, layout, tokens.segment_ids) if kind.is_linear else attend
+        x = layer.through(x, angles[kind.rope], mix, experts, choose)
         return layout.place(x, "tokens", None), Routed(changed, loads)
 
     steps = {kind: _remat(partial(one_layer, kind), settings.remat) for kind in spec.pattern}

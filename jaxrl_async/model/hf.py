@@ -54,6 +54,8 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and no model uses."""
+DRAFTS = "mtp."
+"""Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
 TEXT_PARTS = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -362,8 +364,10 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
     extra = sorted(
         n
         for n in tensors.keys() - wanted.keys()
-        if not n.endswith(IGNORED) and n != "lm_head.weight"
+        if not n.endswith(IGNORED) and n != "lm_head.weight" and not n.startswith(DRAFTS)
     )
+    if drafts := [n for n in tensors if n.startswith(DRAFTS)]:
+        log.info("%s: %d tensors predict further tokens, and are left out", folder, len(drafts))
     extra = _without_drafts(folder, table, extra) if extra else extra
     there = {n: tensors[n].stored for n in sorted(wanted.keys() & tensors.keys())}
     wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]

@@ -42,6 +42,8 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=_head_dim(fields, latent, width // heads),
         latent=latent,
+        delta=family.delta(fields),
+        attention_gated=family.attention_gated,
         mlp=fields.whole(family.expert_width_key if family.routed else "intermediate_size"),
         experts=_experts(family, fields) if family.routed else 0,
         experts_per_token=fields.whole("num_experts_per_tok") if family.routed else 0,
@@ -195,6 +197,8 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
         nope = spec.head_dim - spec.latent.rotated
         config |= {"qk_nope_head_dim": nope, "head_dim": spec.latent.rotated}
         config |= family.written_latent(spec.latent)
+    if spec.delta:
+        config |= family.written_delta(spec.delta)
     if family.qk_norm_key:
         config[family.qk_norm_key] = spec.qk_norm != "none"
     return config

@@ -5,6 +5,8 @@ from typing import Any
 
 from flax import nnx
 
+from jaxrl_async.model.delta_layer import DeltaLayer, GatedLayer
+from jaxrl_async.model.families.parts import LINEAR_STACK
 from jaxrl_async.model.latent import AbsorbedLayer, LatentLayer
 from jaxrl_async.model.layers import Layer
 from jaxrl_async.model.own_code import class_of
@@ -26,17 +28,19 @@ def layer_graph(
     """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
     layer = partial(
-        _layer_of(spec, cached=cached), spec, stack=stack, fused=fused, mixed=mixed, scales=scales,
-        adapted=adapted, chosen=chosen,
+        _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
+        scales=scales, adapted=adapted, chosen=chosen,
     )  # fmt: skip
     graph, _ = nnx.split(nnx.eval_shape(layer))
     return graph
 
 
-def _layer_of(spec: ModelSpec, *, cached: bool) -> Any:
-    """Return the class of a decoder's layers."""
+def _layer_of(spec: ModelSpec, stack: str, *, cached: bool) -> Any:
+    """Return the class of the layers of a decoder's stack."""
     if spec.own is not None:
         return class_of(spec.own)
+    if stack == LINEAR_STACK:
+        return DeltaLayer
     if spec.latent is None:
-        return Layer
+        return GatedLayer if spec.attention_gated else Layer
     return AbsorbedLayer if cached else LatentLayer

@@ -3,6 +3,7 @@ arrays."""
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -221,6 +222,18 @@ class Layer(nnx.Module):
         scale = self._weight(name, jnp.float32 if self.spec.norm_offset else x.dtype)
         return normed(self.spec, x, scale, axes=axes)
 
+    def through(
+        self,
+        x: Array,
+        angles: Angles | None,
+        mix: Callable[..., Array],
+        experts: Experts = run_experts,
+        choose: Choose = route,
+    ) -> Array:
+        """Return x [..., D] after the whole layer; mix: the attention, (q, k, v) of qkv -> [..., H,
+        K]; the rest as in finish."""
+        return self.finish(x, mix(*self.qkv(x, angles)), experts, choose)
+
     def qkv(self, x: Array, angles: Angles | None) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values, of x [..., D]: [..., H, K], [..., N, K],
         [..., N, K]. angles None: nothing is rotated.
@@ -234,9 +247,16 @@ class Layer(nnx.Module):
             q, k, v = jnp.split(qkv, parts, axis=-2)
         else:
             q, k, v = (split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
+        return self._turned_heads(q, k, v, angles)
+
+    def _turned_heads(
+        self, q: Array, k: Array, v: Array, angles: Angles | None
+    ) -> tuple[Array, Array, Array]:
+        """Return projected heads as qkv does: with biases and norms, rotated, queries scaled."""
+        spec = self.spec
         if spec.attention_bias:
             q, k, v = (
-                a + self._weight(name, x.dtype)
+                a + self._weight(name, a.dtype)
                 for a, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
             )
         axes = 2 if spec.qk_norm == "whole" else 1
@@ -275,6 +295,11 @@ class Layer(nnx.Module):
         out = self._times(flat, "o")
         if self.spec.output_bias:
             out = out + self._weight("o_bias", x.dtype)
+        return self._added(x, out, experts, choose)
+
+    def _added(self, x: Array, out: Array, experts: Experts, choose: Choose) -> Array:
+        """Add what attention's output projection returned to x [..., D], and then what the MLP or
+        the experts make of it."""
         x = x + self._weighed(self._norm(out, "attn_out_norm"))
         y = self._norm(x, "mlp_norm")
         out = self._routed(y, experts, choose) if hasattr(self, "router") else self._mlp(y)

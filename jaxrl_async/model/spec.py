@@ -17,9 +17,11 @@ from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.layer_types import read_pattern
 from jaxrl_async.model.families.parts import (
     DENSE_STACK,
+    LINEAR_STACK,
     UNSCALED,
     USUAL_ROUTER,
     Activation,
+    DeltaNet,
     ExpertRouter,
     Latent,
     LayerKind,
@@ -84,6 +86,8 @@ class ModelSpec:
     output_bias: bool = False  # on o
     sinks: bool = False  # each head has a logit that no token stands for
     latent: Latent | None = None  # None: each kv head has its own keys and values
+    delta: DeltaNet | None = None  # of the layers of LINEAR_STACK; None: there are none
+    attention_gated: bool = False  # what attention returns is multiplied with a sigmoid of x
     experts: int = 0  # in each layer that is not dense, each mlp wide; 0: none
     experts_per_token: int = 0
     router: ExpertRouter = USUAL_ROUTER
@@ -180,6 +184,8 @@ class ModelSpec:
             tied=a.tied,
             pattern=pattern,
             latent=latent,
+            delta=family.delta(fields),
+            attention_gated=family.attention_gated,
             scales=family.scales(fields),
             activation=family.activation,
             norms=family.norms,
@@ -208,6 +214,7 @@ class ModelSpec:
         router = ExpertRouter(**fields["router"])
         read: dict[str, Any] = {"pattern": pattern, "scales": scales, "eos_ids": ends, "own": own}
         read["router"] = router
+        read["delta"] = None if fields.get("delta") is None else DeltaNet(**fields["delta"])
         read["latent"] = None if fields.get("latent") is None else Latent(**fields["latent"])
         return ModelSpec(**{**fields, **read})
 
@@ -261,6 +268,10 @@ def _as_hf(a: schema.ArchitectureSection) -> dict[str, Any]:
         "qk_rope_head_dim": (rotated := a.head_dim // 4 * 2),
         "qk_nope_head_dim": a.head_dim - rotated,
         "v_head_dim": a.head_dim - rotated,
+        "linear_num_key_heads": a.kv_heads,
+        "linear_num_value_heads": a.heads,
+        "linear_key_head_dim": a.head_dim,
+        "linear_value_head_dim": a.head_dim,
     }
 
 
@@ -385,7 +396,11 @@ def layer_table(spec: ModelSpec, stack: str = "layers") -> dict[str, Weight]:
             inner |= _mlp_table(spec, spec.shared_mlp, "shared_")
     else:
         inner = _mlp_table(spec, spec.dense_mlp if stack == DENSE_STACK else spec.mlp)
-    return _attention_table(spec) | _norm_table(spec) | inner
+    norms = _norm_table(spec)
+    if stack == LINEAR_STACK and spec.delta:
+        norms = {name: w for name, w in norms.items() if name not in ("q_norm", "k_norm")}
+        return delta_table(spec, spec.delta) | norms | inner
+    return _attention_table(spec) | norms | inner
 
 
 def _of_own(name: str, weight: Weight) -> Weight:
@@ -447,9 +462,10 @@ def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
     for name, (count, axis) in heads.items():
         rows = (first, first + count * k) if joined else None
         module = "self_attn.qkv_proj" if joined else _module(spec, name)
-        stored = (h + 2 * n) * k if joined else count * k
+        wide = 2 * k if spec.attention_gated and name == "q" else k  # a head's gate behind it
+        stored = (h + 2 * n) * k if joined else count * wide
         table[name] = Weight(
-            shape=(d, count, k), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
+            shape=(d, count, wide), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
             hf=f"{module}.weight", hf_shape=(stored, d), hf_rows=rows,
         )  # fmt: skip
         if spec.attention_bias:
@@ -472,6 +488,62 @@ def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
             hf=f"{_module(spec, 'o')}.bias", hf_shape=(d,),
         )  # fmt: skip
     return table
+
+
+def delta_table(spec: ModelSpec, delta: DeltaNet) -> dict[str, Weight]:
+    """Return one layer's gated delta net (delta.py)."""
+    d, heads, values = spec.width, delta.key_heads, delta.value_heads
+    narrow, wide = delta.key_width, delta.value_width
+    sizes = {"q": (heads, narrow), "k": (heads, narrow), "v": (values, wide)}
+    channels = sum(math.prod(size) for size in sizes.values())
+
+    def matrix(name: str, *shape: int, stored: int = 0, first: int = 0) -> Weight:
+        size = math.prod(shape)
+        return Weight(
+            shape=(d, *shape), axes=("embed", "heads", "head_dim")[: 1 + len(shape)],
+            init="normal", fan_in=d, hf=f"{_module(spec, name)}.weight",
+            hf_shape=(stored or size, d), hf_rows=(first, first + size) if stored else None,
+        )  # fmt: skip
+
+    def vector(name: str, axis: str, size: int, init: Init, ending: str = "") -> Weight:
+        module = _module(spec, name) + ending
+        return Weight(shape=(size,), axes=(axis,), init=init, hf=module, hf_shape=(size,))
+
+    if delta.grouped:
+        together = delta.shared_by
+        table = {
+            "delta_qkvz": matrix("delta_qkvz", heads, 2 * (narrow + together * wide)),
+            "delta_ba": matrix("delta_ba", heads, 2 * together),
+        }
+    else:
+        table = {
+            "delta_z": matrix("delta_z", values, wide),
+            "delta_b": matrix("delta_b", values),
+            "delta_a": matrix("delta_a", values),
+        }
+    first = 0
+    for name, (count, width) in sizes.items():
+        last = first + count * width
+        if not delta.grouped:
+            table["delta_" + name] = matrix(
+                "delta_" + name, count, width, stored=channels, first=first
+            )
+        table["delta_conv_" + name] = Weight(
+            shape=(count, width, delta.kernel), axes=("heads", "head_dim", ""), init="uniform",
+            fan_in=delta.kernel, hf=f"{_module(spec, 'delta_conv')}.weight",
+            hf_shape=(channels, 1, delta.kernel), hf_rows=(first, last),
+        )  # fmt: skip
+        first = last
+    return table | {
+        "delta_rate": vector("delta_rate", "heads", values, "zeros"),
+        "delta_shift": vector("delta_shift", "heads", values, "ones"),
+        "delta_norm": vector("delta_norm", "head_dim", wide, "ones", ".weight"),
+        "delta_out": Weight(
+            shape=(values, wide, d), axes=("heads", "head_dim", "embed"), init="normal",
+            fan_in=values * wide, hf=f"{_module(spec, 'delta_out')}.weight",
+            hf_shape=(d, values * wide),
+        ),
+    }  # fmt: skip
 
 
 def latent_table(spec: ModelSpec, latent: Latent) -> dict[str, Weight]:

@@ -203,6 +203,16 @@ def roomy_section(
     )
 
 
+def check_draws(spec: ModelSpec) -> None:
+    """Raise ConfigError for a decoder that samplers cannot run."""
+    if spec.delta:
+        raise ConfigError(
+            f"this {spec.family} model has gated delta nets (linear_attention), whose states the "
+            "samplers cannot keep: no rollouts can be drawn from it. Set run.job=sft, preference "
+            "or reward_model, or take a family without them."
+        )
+
+
 def kv_plan(
     spec: ModelSpec,
     section: schema.SamplerSection,
@@ -222,6 +232,7 @@ def kv_plan(
         mesh: of the sampler: places lie several times on some of its devices, and pages of the
             TPU's kernel hold heads as wide as a register; None: one device.
     """
+    check_draws(spec)
     sides, heads, width = spec.cached_shape
     if uses_ragged(section.attention, mesh, spec):
         width = page_head_dim(width)

@@ -72,28 +72,39 @@ def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
 def _lengths(spec: ModelSpec, batch: PackedBatch) -> tuple[float, float]:
     """Return what flops_of_lengths is given, of a batch."""
     places = batch.positions[batch.segment_ids > 0].astype(np.float64)
-    windows = [kind.window or np.inf for kind in spec.kinds]
+    windows = [kind.window or np.inf for kind in spec.kinds if not kind.is_linear]
     squares = {w: float((2 * np.minimum(places, w - 1) + 1).sum()) for w in set(windows)}
-    return float(len(places)), sum(squares[w] for w in windows) / len(windows)
+    return float(len(places)), sum(squares[w] for w in windows) / spec.layers
 
 
 def attended_length(spec: ModelSpec, length: float) -> float:
     """Return the length of the context that, without windows, would cost as much attention a token:
     the mean over the layers."""
-    windows = (min(kind.window or length, length) for kind in spec.kinds)
+    attending = (kind for kind in spec.kinds if not kind.is_linear)
+    windows = (min(kind.window or length, length) for kind in attending)
     return sum((w * w + (length - w) * (2 * w - 1)) / length for w in windows) / spec.layers
 
 
 def flops_of_lengths(spec: ModelSpec, tokens: float, squares: float) -> float:
     """Return the FLOPs of a forward pass, given the sum of the segments' lengths and the sum of
-    their squares (with windows: the mean over layers of what it would be without them).
+    their squares (with windows: the mean over layers of what it would be without them; 0 for a
+    layer with a gated delta net).
 
     2 per weight and token, and the two products of causal attention, length^2 * heads * (width of a
     key + width of a value) per layer and segment. Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
-    appendix B, with attention's causal half.
+    appendix B, with attention's causal half. A gated delta net reads its state [K, V] of each head
+    twice and writes it once a token: 6 K V.
     """
     attention = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * squares
-    return 2 * num_matmul_params(spec) * tokens + attention
+    return (2 * num_matmul_params(spec) + _delta_flops(spec)) * tokens + attention
+
+
+def _delta_flops(spec: ModelSpec) -> float:
+    """Return the FLOPs of all gated delta nets for one token, without their weights' products."""
+    layers, sizes = sum(kind.is_linear for kind in spec.kinds), spec.delta
+    if sizes is None:
+        return 0.0
+    return 6.0 * layers * sizes.value_heads * sizes.key_width * sizes.value_width
 
 
 def packing_measures(

@@ -270,3 +270,35 @@ def test_the_three_steps_of_rlhf_run_one_after_the_other(tmp_path: Path) -> None
     assert lines[1]["reward/mean"] == pytest.approx(lines[1]["reward/model"], abs=1e-5)
     assert 0 <= lines[1]["reward/correct"] <= 1 and "eval/accuracy" in lines[2]
     assert lines[2]["policy/kl_reference"] >= 0
+
+
+DELTA = (
+    "model.architecture={family: qwen3_next, layers: 4, width: 32, heads: 4, kv_heads: 2, "
+    "head_dim: 8, mlp: 48, experts: 4}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("model.lora={rank: 4, alpha: 16, base: int8}",),
+        ("model={dtype: bfloat16, param_dtype: bfloat16, remat: dots, balance: {loss: 0.01}}",),
+    ],
+    ids=["whole", "adapter", "bfloat16"],
+)
+def test_gated_delta_nets_learn_from_given_answers(runs: Path, more: tuple) -> None:
+    name = f"delta{len(str(more))}"
+    metrics, weights = run(runs, DELTA, "run.job=sft", "run.steps=6", f"run.name={name}", *more)
+    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"] - 0.2
+    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in weights
+    assert Policy.from_pretrained(runs / name / "policy").spec.family == "qwen3_next"
+
+
+def test_rollouts_of_gated_delta_nets_are_refused_at_the_start(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    with pytest.raises(ConfigError, match="no rollouts can be drawn from it"):
+        train(load(empty, [*TINY, DELTA, f"run.dir={tmp_path}"]))

@@ -8,6 +8,7 @@ from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.parts import (
     USUAL_ROUTER,
     Activation,
+    DeltaNet,
     ExpertRouter,
     Latent,
     Mixture,
@@ -44,6 +45,19 @@ HF_NAMES = {
     "shared_down": "mlp.shared_experts.down_proj",
     "shared_router": "mlp.shared_expert_gate",
     "sinks": "self_attn.sinks",
+    "delta_qkvz": "linear_attn.in_proj_qkvz",
+    "delta_ba": "linear_attn.in_proj_ba",
+    "delta_q": "linear_attn.in_proj_qkv",
+    "delta_k": "linear_attn.in_proj_qkv",
+    "delta_v": "linear_attn.in_proj_qkv",
+    "delta_z": "linear_attn.in_proj_z",
+    "delta_b": "linear_attn.in_proj_b",
+    "delta_a": "linear_attn.in_proj_a",
+    "delta_conv": "linear_attn.conv1d",
+    "delta_rate": "linear_attn.A_log",
+    "delta_shift": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm",
+    "delta_out": "linear_attn.out_proj",
 }
 """The modules of a layer in Hugging Face files, as most families name them."""
 NORMS_AFTER = {
@@ -100,6 +114,16 @@ def no_sizes(latent: Latent) -> dict[str, Any]:
     return {}
 
 
+def no_delta(fields: ConfigFields) -> DeltaNet | None:
+    """Return None."""
+    return None
+
+
+def no_delta_sizes(delta: DeltaNet) -> dict[str, Any]:
+    """Return no entries for config.json."""
+    return {}
+
+
 def nothing_written(scales: Scales) -> dict[str, Any]:
     """Return no entries for config.json."""
     return {}
@@ -137,6 +161,7 @@ class Family:
     is qkv as said."""
     tied: bool = False
     theta: float = 10_000.0
+    rotary_share: float = 1.0  # of a head's components that turn
     window_theta_key: str = ""
     """Where config.json has the rotary base of layers with a window."""
     window_rope: Literal["same", "unscaled"] = "same"
@@ -151,6 +176,14 @@ class Family:
     """Which layers have it, if there is one."""
     rotated: Callable[[ConfigFields, int], bool] = always
     """Which layers have rotary positions."""
+    linear: Callable[[ConfigFields, int], bool] = never
+    """Which layers have a gated delta net in place of attention, where layer_types does not say."""
+    delta: Callable[[ConfigFields], DeltaNet | None] = no_delta
+    """The sizes of these layers; None: there are none."""
+    written_delta: Callable[[DeltaNet], dict[str, Any]] = no_delta_sizes
+    attention_gated: bool = False
+    """What attention returns is multiplied with a sigmoid of x, beside whose matrix files have the
+    queries'."""
     scales: Callable[[ConfigFields], Scales] = no_scales
     written_scales: Callable[[Scales], dict[str, Any]] = nothing_written
     latent: Callable[[ConfigFields], Latent | None] = no_latent

@@ -1,15 +1,20 @@
-"""Which layers have a window and which rotary positions, from a config.json."""
+"""Which layers have a window, which rotary positions and which no attention, from a config.json."""
 
 from typing import Any
 
-from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.family import Family, never
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import DENSE_STACK, LayerKind, repeating
+from jaxrl_async.model.families.parts import DENSE_STACK, LINEAR_STACK, LayerKind, repeating
 from jaxrl_async.model.families.ropes import FULL, WINDOWED, read_ropes, written_ropes
+
+LINEAR = "linear_attention"
+"""transformers' name of layers with a gated delta net."""
 
 
 def read_pattern(family: Family, fields: ConfigFields, layers: int) -> tuple[LayerKind, ...]:
     """Return the pattern of layers. Raises CheckpointError."""
+    if family.linear is not never:
+        return _pattern_with_linear(family, fields, layers)
     said = family.lists_layers and fields.has("layer_types")
     window = 0
     if fields.has("sliding_window") and fields.said("sliding_window") != 0:
@@ -35,6 +40,21 @@ def read_pattern(family: Family, fields: ConfigFields, layers: int) -> tuple[Lay
     return repeating(tuple(kinds))
 
 
+def _pattern_with_linear(
+    family: Family, fields: ConfigFields, layers: int
+) -> tuple[LayerKind, ...]:
+    """Return the pattern of layers with attention or a gated delta net. Raises CheckpointError."""
+    if fields.has("layer_types"):
+        linear = [name == LINEAR for name in fields.names("layer_types", (FULL, LINEAR), layers)]
+    else:
+        linear = [family.linear(fields, i) for i in range(layers)]
+    rope, _ = read_ropes(family, fields)
+    kinds = (
+        LayerKind(rope=None, stack=LINEAR_STACK) if x else LayerKind(rope=rope) for x in linear
+    )
+    return repeating(tuple(kinds))
+
+
 def written_pattern(family: Family, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
     """Return the entries of config.json for all layers of a model."""
     windows = {kind.window for kind in kinds if kind.window}
@@ -43,6 +63,8 @@ def written_pattern(family: Family, kinds: tuple[LayerKind, ...]) -> dict[str, A
         for name, near in ((FULL, False), (WINDOWED, True))
     }
     config = written_ropes(family, of_type[FULL], of_type[WINDOWED])
+    if family.linear is not never:
+        return config | {"layer_types": [LINEAR if kind.is_linear else FULL for kind in kinds]}
     config |= {"sliding_window": next(iter(windows), None), "use_sliding_window": bool(windows)}
     if family.lists_layers:
         config["layer_types"] = [WINDOWED if kind.window else FULL for kind in kinds]

@@ -14,6 +14,8 @@ QkNorm = Literal["none", "head", "whole"]
 
 DENSE_STACK = "dense_layers"
 """The stack of the layers of a mixture that have one MLP in place of experts."""
+LINEAR_STACK = "linear_layers"
+"""The stack of the layers with a gated delta net in place of attention."""
 MAX_PERIOD = 16
 """Longest period of a pattern of layers that a loop repeats."""
 
@@ -68,6 +70,11 @@ class LayerKind:
     """The stack of weights that holds the layer's: its name in the tree of parameters. Layers
     whose weights have other shapes are in a stack of their own; each ends in `layers`."""
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a gated delta net stands in place of attention."""
+        return self.stack == LINEAR_STACK
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
@@ -85,6 +92,26 @@ class Latent:
     rotated: int
     value: int  # width of a head's values
     pairs: bool = True  # neighbours 2i and 2i + 1 turn together, not i and i + rotated / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The sizes of layers that keep one matrix a head in place of all keys and values (gated delta
+    net; Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464); see delta.py."""
+
+    key_heads: int  # of queries and keys; each serves as many value heads as its neighbours
+    value_heads: int
+    key_width: int
+    value_width: int
+    kernel: int = 4  # tokens that the convolution before it sees
+    grouped: bool = False
+    """Each key head's query, key, values and gates are neighbours in one matrix, in files and
+    here."""
+
+    @property
+    def shared_by(self) -> int:
+        """How many value heads a key head serves."""
+        return self.value_heads // self.key_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

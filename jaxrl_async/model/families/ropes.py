@@ -32,7 +32,7 @@ def _rope(family: Family, fields: ConfigFields, rope: ConfigFields) -> Rope:
     growth = rope.number("llama_4_scaling_beta") if rope.said("llama_4_scaling_beta") else 0.0
     return Rope(
         theta=theta,
-        share=share.number("partial_rotary_factor", 1.0),
+        share=share.number("partial_rotary_factor", family.rotary_share),
         scaling=_scaling(family, fields, rope),
         query_growth=growth,
     )

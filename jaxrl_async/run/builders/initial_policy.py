@@ -38,6 +38,7 @@ from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
 from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
 from jaxrl_async.run.builders.devices import check_memory
+from jaxrl_async.sampler.setup import check_draws
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
@@ -78,6 +79,8 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
+    if config.run.job == "rl" and config.sampler.engine == "ours":
+        check_draws(spec)
     check_numbers(spec)
     beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)

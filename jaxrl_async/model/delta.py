@@ -1,0 +1,150 @@
+"""The gated delta rule and the short convolution before it, for packed sequences. Pure functions.
+
+    S_t = exp(g_t) S_(t-1) + b_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T      o_t = S_t^T q_t / sqrt(K)
+
+Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), eq. 10; keys and queries have length 1. Shapes:
+B rows, T tokens, H value heads, K key width, V value width, C tokens of a chunk.
+
+A segment is a run of tokens with the same id, and begins with an empty state, wherever it stands.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+CHUNK = 64
+"""Tokens whose products are computed at once."""
+NORM_EPS = 1e-6
+"""Added to the squared length of keys and queries, as in transformers and FLA."""
+
+
+class DeltaInputs(NamedTuple):
+    """What a gated delta net makes of its tokens."""
+
+    q: Array  # [B, T, H, K], of any length; as many heads as v or a divisor of it, like k
+    k: Array  # [B, T, H, K]
+    v: Array  # [B, T, H, V]
+    log_decay: Array  # [B, T, H], g: at most 0
+    strength: Array  # [B, T, H], b: from 0 to 1
+
+
+def causal_convolution(x: Array, weights: Array, segment_ids: Array) -> Array:
+    """Return silu of each channel's sum over the last tokens of its segment, in x's number type.
+
+    Args:
+        x: [B, T, ...channels].
+        weights: [...channels, W]; the last one is the token's own.
+        segment_ids: [B, T].
+    """
+    wide, kernel = x.astype(jnp.float32), weights.astype(jnp.float32)
+    out = wide * kernel[..., -1]
+    for back in range(1, kernel.shape[-1]):
+        before = _shifted(wide, back, 0)
+        same = _shifted(segment_ids, back, -1) == segment_ids
+        seen = jnp.where(same.reshape(same.shape + (1,) * (x.ndim - 2)), before, 0.0)
+        out = out + seen * kernel[..., -1 - back]
+    return jax.nn.silu(out).astype(x.dtype)
+
+
+def _shifted(x: Array, by: int, fill: int) -> Array:
+    """Return [B, T, ...] with token t at t + by."""
+    ends = [(0, 0), (by, 0)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, ends, constant_values=fill)[:, : x.shape[1]]
+
+
+def gated_delta_rule(inputs: DeltaInputs, segment_ids: Array, *, chunk: int = CHUNK) -> Array:
+    """Return o [B, T, H, V] in v's number type; float32 inside.
+
+    Within a chunk the states are eliminated by a triangular system (the WY form, eq. 11 and sec.
+    3.3), so that a loop over chunks carries one state; what it keeps of it ends with its segment.
+
+    Args:
+        inputs: of the tokens.
+        segment_ids: [B, T], from 0 on.
+        chunk: tokens of a chunk.
+    """
+    T = segment_ids.shape[1]
+    parts = _chunked(_prepared(inputs), segment_ids, min(chunk, T))
+    _, out = jax.lax.scan(_one_chunk, _empty(parts), parts)
+    out = jnp.moveaxis(out, (0, 3), (1, 2))  # [B, n, C, H, V]
+    out = out.reshape(out.shape[0], -1, *out.shape[3:])[:, :T]
+    return out.astype(inputs.v.dtype)
+
+
+class _Chunks(NamedTuple):
+    """What the loop over n chunks is given, float32."""
+
+    new: Array  # [n, B, H, C, V], what tokens write if the state before the chunk is empty
+    reads: Array  # [n, B, H, C, K], what they read of it to be taken away from that
+    queries: Array  # [n, B, H, C, K], 0 where the state is not of a token's segment
+    scores: Array  # [n, B, H, C, C], of queries with keys
+    keys: Array  # [n, B, H, C, K], decayed to the end of the chunk
+    keeps: Array  # [n, B, H], the share of the state that is left at the end
+
+
+def _prepared(inputs: DeltaInputs) -> DeltaInputs:
+    """Return the inputs in float32, queries and keys of length 1 with as many heads as values;
+    queries are scaled."""
+    q, k, v, log_decay, strength = (x.astype(jnp.float32) for x in inputs)
+    q, k = (_unit(x) for x in (q, k))
+    each = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(x, each, axis=2) for x in (q * q.shape[-1] ** -0.5, k))
+    return DeltaInputs(q, k, v, log_decay, strength)
+
+
+def _unit(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+
+
+def _chunked(inputs: DeltaInputs, segment_ids: Array, size: int) -> _Chunks:
+    """Compute what each chunk needs of itself."""
+    more = -segment_ids.shape[1] % size
+    ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
+    ids = jnp.moveaxis(ids.reshape(ids.shape[0], -1, size), 1, 0)[:, :, None]  # [n, B, 1, C]
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), (1, 3), (0, 2))
+
+    q, k, v, log_decay, strength = (split(x) for x in inputs)  # [n, B, H, C, ...]
+    until = jnp.cumsum(log_decay, axis=-1)
+    seen = (ids[..., :, None] == ids[..., None, :]) & jnp.tri(size, dtype=bool)
+    between = jnp.where(seen, until[..., :, None] - until[..., None, :], 0.0)
+    decay = jnp.where(seen, jnp.exp(between), 0.0)
+    last_before = jnp.concatenate([jnp.full_like(ids[:1, ..., -1:], -1), ids[:-1, ..., -1:]])
+    from_start = jnp.where(ids == last_before, jnp.exp(until), 0.0)
+    to_end = jnp.where(ids == ids[..., -1:], jnp.exp(until[..., -1:] - until), 0.0)
+    weighed = k * strength[..., None]
+    system = _products("...ck,...sk->...cs", weighed, k) * decay
+    written = jnp.concatenate([v * strength[..., None], weighed * from_start[..., None]], axis=-1)
+    solved = jax.scipy.linalg.solve_triangular(system, written, lower=True, unit_diagonal=True)
+    new, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
+    return _Chunks(
+        new=new,
+        reads=reads,
+        queries=q * from_start[..., None],
+        scores=_products("...ck,...sk->...cs", q, k) * decay,
+        keys=k * to_end[..., None],
+        keeps=from_start[..., -1],
+    )
+
+
+def _empty(parts: _Chunks) -> Array:
+    """Return the states [B, H, K, V] before the first chunk."""
+    return jnp.zeros((*parts.keys.shape[1:3], parts.keys.shape[-1], parts.new.shape[-1]))
+
+
+def _one_chunk(state: Array, parts: _Chunks) -> tuple[Array, Array]:
+    """Return the state after a chunk, and what its tokens read [B, H, C, V]."""
+    new = parts.new - _products("bhck,bhkv->bhcv", parts.reads, state)
+    out = _products("bhck,bhkv->bhcv", parts.queries, state)
+    out = out + _products("bhcs,bhsv->bhcv", parts.scores, new)
+    state = state * parts.keeps[..., None, None] + _products("bhck,bhcv->bhkv", parts.keys, new)
+    return state, out
+
+
+def _products(how: str, a: Array, b: Array) -> Array:
+    """Return an einsum in full float32, also where a device's default is less."""
+    return jnp.einsum(how, a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,119 @@
+"""Layers with a gated delta net in place of attention, and those whose attention has a gate."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
+from jaxrl_async.model.families.parts import DeltaNet
+from jaxrl_async.model.layers import Angles, Layer, rms_norm, split_heads
+from jaxrl_async.model.layout import Layout
+from jaxrl_async.model.moe import Choose, Experts, route, run_experts
+
+
+class GatedLayer(Layer):
+    """A layer that multiplies what attention returns with a sigmoid of its input, for each
+    component of each head."""
+
+    def through(
+        self,
+        x: Array,
+        angles: Angles | None,
+        mix: Any,
+        experts: Experts = run_experts,
+        choose: Choose = route,
+    ) -> Array:
+        """Return x [n, D] after the layer, as Layer does."""
+        y = self._norm(x, "attn_norm")
+        wide = 2 * self.spec.head_dim
+        q, gate = jnp.split(split_heads(self._times(y, "q"), wide), 2, axis=-1)
+        k, v = (split_heads(self._times(y, n), self.spec.head_dim) for n in ("k", "v"))
+        attended = mix(*self._turned_heads(q, k, v, angles))
+        gate = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
+        return self.finish(x, attended * gate, experts, choose)
+
+
+class DeltaLayer(Layer):
+    """A layer whose tokens read one matrix a head that the tokens before them wrote (delta.py)."""
+
+    @property
+    def delta(self) -> DeltaNet:
+        """The sizes of the gated delta net."""
+        assert self.spec.delta is not None, "DeltaLayer is for specs with gated delta nets"
+        return self.spec.delta
+
+    def through(
+        self,
+        x: Array,
+        angles: Angles | None,
+        mix: Any,
+        experts: Experts = run_experts,
+        choose: Choose = route,
+    ) -> Array:
+        """Return x [n, D] after the layer.
+
+        mix: (inputs of the convolution and the rule of n tokens, the convolution's weights) -> what
+        they read, [n, H, V]. angles: nothing is rotated.
+        """
+        y = self._norm(x, "attn_norm")
+        inputs, z = self._projected(y)
+        weights = tuple(getattr(self, f"delta_conv_{name}")[...] for name in "qkv")
+        read = mix(inputs, weights).astype(x.dtype)
+        read = rms_norm(read, self._weight("delta_norm", x.dtype), self.spec.norm_eps)
+        read = (read * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+        flat = read.reshape(read.shape[0], -1)
+        return self._added(x, self._times(flat, "delta_out"), experts, choose)
+
+    def _projected(self, y: Array) -> tuple[DeltaInputs, Array]:
+        """Return what the delta net makes of tokens [n, D], before the convolution, and its gate
+        [n, H, V]."""
+        sizes = self.delta
+        if sizes.grouped:
+            q, k, v, z, b, a = self._of_groups(y)
+        else:
+            q, k = (split_heads(self._times(y, f"delta_{x}"), sizes.key_width) for x in "qk")
+            v, z = (split_heads(self._times(y, f"delta_{x}"), sizes.value_width) for x in "vz")
+            b, a = (self._times(y, f"delta_{x}") for x in "ba")
+        rate = jnp.exp(self._weight("delta_rate", jnp.float32))
+        shift = self._weight("delta_shift", jnp.float32)
+        log_decay = -rate * jax.nn.softplus(a.astype(jnp.float32) + shift)
+        return DeltaInputs(q, k, v, log_decay, jax.nn.sigmoid(b)), z
+
+    def _of_groups(self, y: Array) -> tuple[Array, ...]:
+        """Return queries, keys, values, gates, strengths and steps of a matrix in which those of a
+        key head are neighbours."""
+        sizes, n = self.delta, y.shape[0]
+        narrow, wide = sizes.key_width, sizes.shared_by * sizes.value_width
+        groups = self._times(y, "delta_qkvz").reshape(n, sizes.key_heads, -1)
+        q, k, v, z = jnp.split(groups, [narrow, 2 * narrow, 2 * narrow + wide], axis=-1)
+        b, a = jnp.split(self._times(y, "delta_ba").reshape(n, sizes.key_heads, -1), 2, axis=-1)
+        v, z = (x.reshape(n, sizes.value_heads, -1) for x in (v, z))
+        return q, k, v, z, b.reshape(n, -1), a.reshape(n, -1)
+
+
+def read_states(
+    layout: Layout, segment_ids: Array, inputs: DeltaInputs, kernels: Sequence[Array]
+) -> Array:
+    """Run the convolution and the gated delta rule of a layer over packed rows; each device has
+    whole rows for it.
+
+    Args:
+        layout: the order of the tokens.
+        segment_ids: [B, T], in natural order.
+        inputs: of the layout's tokens [n, ...].
+        kernels: the convolution's weights for queries, keys and values.
+
+    Returns [n, H, V], the layout's tokens.
+    """
+    B = segment_ids.shape[0]
+    rows = (layout.place(layout.rows(x, B), "batch", None) for x in inputs)
+    q, k, v, log_decay, strength = rows
+    q, k, v = (
+        causal_convolution(x, kernel, segment_ids)
+        for x, kernel in zip((q, k, v), kernels, strict=True)
+    )
+    out = gated_delta_rule(DeltaInputs(q, k, v, log_decay, strength), segment_ids)
+    return layout.flat(out)
