@@ -97,7 +97,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def export(*words: object, endpoint: str, token: str = TOKEN) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_TOKEN": token}
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_TOKEN": token, "NO_PROXY": "*"}
     return subprocess.run(
         [sys.executable, "-m", "jaxrl_async", "export", *map(str, words)],
         env=environment | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"},
