@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import mesh_of
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
@@ -539,6 +540,37 @@ def test_the_text_part_of_a_model_with_images_is_read_alone(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     policy = Policy.from_pretrained(tmp_path)
     assert (policy.spec.family, policy.spec.eos_ids) == ("gemma3_text", (2, 5))
+    np.testing.assert_allclose(ours(policy, tokens()), theirs(model, tokens()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.exhaustive
+def test_the_text_part_of_qwen3_5_is_read_alone(tmp_path: Path) -> None:
+    config, more = MODELS["qwen3_5"]
+    text = getattr(transformers, config)(**{**COMMON, **more, "num_hidden_layers": 4})
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    torch.manual_seed(0)
+    whole = transformers.Qwen3_5Config(
+        text_config=text.to_dict(), vision_config={**vision, "out_hidden_size": 32},
+        tie_word_embeddings=text.tie_word_embeddings,
+    )  # fmt: skip
+    model = transformers.Qwen3_5ForConditionalGeneration(whole).float().eval()
+    model.save_pretrained(tmp_path)
+    policy = Policy.from_pretrained(tmp_path)
+    assert policy.spec.family == "qwen3_5_text"
+    np.testing.assert_allclose(ours(policy, tokens()), theirs(model, tokens()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpoint", ["qwen3_next"], indirect=True)
+def test_tensors_that_predict_further_tokens_are_left_out(checkpoint, tmp_path: Path, caplog):
+    model, folder = checkpoint
+    Policy.from_pretrained(folder).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = {"mtp.fc.weight": np.ones((3, 2), np.float32), "mtp.norm.weight": np.ones(2, np.float32)}
+    save_file({**load_file(file), **more}, file)
+    with caplog.at_level("INFO"):
+        policy = Policy.from_pretrained(tmp_path)
+    assert "2 tensors predict further tokens" in caplog.text
     np.testing.assert_allclose(ours(policy, tokens()), theirs(model, tokens()), atol=1e-4, rtol=0)
 
 

@@ -79,8 +79,6 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
-    if config.run.job == "rl" and config.sampler.engine == "ours":
-        check_draws(spec)
     check_numbers(spec)
     beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
@@ -106,13 +104,17 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
 
 def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
     """Return the policy's spec, from its directory or the configuration. Raises CheckpointError and
-    ConfigError."""
+    ConfigError, also for a policy that cannot draw if it has to."""
     shape, own = config.model.architecture, config.model.decoder
     if config.model.path is not None:
-        return decoder_of(config.model.path, own)
-    vocab = shape.vocab or _rounded(tokenizer.vocab_size)
-    spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
-    return replace(spec, max_positions=max(spec.max_positions, config.row_length))
+        spec = decoder_of(config.model.path, own)
+    else:
+        vocab = shape.vocab or _rounded(tokenizer.vocab_size)
+        spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
+        spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
+    if config.run.job == "rl":
+        check_draws(spec)
+    return spec
 
 
 def decoder_of(path: str, own: str | None) -> ModelSpec:
