@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +130,17 @@ def add_span(name: str, start_s: float, end_s: float, lanes: str = "", **args: A
 
 
 @contextmanager
-def recorded_spans(path: Path | None, process: str) -> Iterator[None]:
+def recorded_spans(
+    path: Path | None, process: str, is_ours: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Record the spans of this process inside the `with`, and write them at its end, whatever ends
     it.
 
-    path: the file; None: nothing is recorded. If its folder is not there at the end, because the
-        run was refused, nothing is written.
+    path: the file; None: nothing is recorded. If its folder is not there at the end nothing is
+        written.
     process: what the process is called there.
+    is_ours: asked at the end; whether the folder is this run's, so that one which was refused
+        leaves the spans of another alone.
     """
     global _recorder
     if path is None or _recorder is not None:
@@ -148,7 +152,7 @@ def recorded_spans(path: Path | None, process: str) -> Iterator[None]:
     finally:
         _recorder = None
         try:
-            if path.parent.is_dir():
+            if path.parent.is_dir() and is_ours():
                 write_trace(recorder, path, process)
         except OSError as error:
             log.warning("the spans could not be written to %s: %s", path, error)

@@ -21,8 +21,8 @@ thread waits for groups or tickets any more), channel (nor for weights), rollout
 other jobs have one thread: offline.py.
 """
 
-import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -86,9 +86,8 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     with ExitStack() as closing:
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
-        closing.enter_context(
-            recorded_spans(_trace_file(config, paths, lockstep), f"trainer {lockstep.index}")
-        )
+        trace, held = _trace_file(config, paths, lockstep), threading.Event()
+        closing.enter_context(recorded_spans(trace, f"trainer {lockstep.index}", held.is_set))
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
@@ -96,7 +95,12 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         live = False if config.runs else None  # several write a line each
         shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
         console = closing.enter_context(shown)
-        claim = functools.partial(claim_together, closing, lockstep)
+
+        def claim(config: Config) -> tuple[Config, Paths]:
+            found = claim_together(closing, lockstep, config)
+            held.set()
+            return found
+
         console.phase("preparing")
         work = run_several if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.config.load import load
-from jaxrl_async.errors import StopTraining
+from jaxrl_async.errors import JaxrlError, StopTraining
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.loop import train
 
@@ -92,6 +92,21 @@ def test_a_run_that_fails_leaves_its_spans(tmp_path: Path) -> None:
         train(load({"run": {"dir": str(tmp_path)}}, RL), fails)
     tracks = tracks_of(tmp_path / "run" / "trace.json")
     assert [e["args"]["version"] for e in tracks["trainer"] if e["name"] == "learn"] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_run_that_is_refused_leaves_the_spans_of_the_one_that_is_there(tmp_path: Path) -> None:
+    given = {"run": {"dir": str(tmp_path)}}
+    words = [*TINY, "warm_start.steps=0", "run.steps=1", "eval.every=0"]
+    trace = train(load(given, words)) / "trace.json"
+    before = trace.read_bytes()
+    for more in ("run.resume=true", "run.overwrite=true"):
+        with pytest.raises(JaxrlError, match="bad reward"):
+            reward = f"reward.function={tmp_path / 'reward.py'}:refused"
+            (tmp_path / "reward.py").write_text("raise ValueError('bad reward')")
+            train(load(given, [*words, "run.steps=2", more, reward]))
+        assert trace.read_bytes() == before
 
 
 @pytest.mark.slow

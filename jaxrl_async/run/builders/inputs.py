@@ -64,10 +64,7 @@ def check_inputs(
     """Read and check all that a run of rl begins with; no weight of the policy is read.
 
     The pairs are those of the warm start, which are not needed after it; None: no warm start.
-
-    locks: of the devices, if several runs share them.
-
-    Raises JaxrlError kinds that name the setting.
+    locks: of the devices, if several runs share them. Raises JaxrlErrors that name the setting.
     """
     check_listening(config, lockstep)
     claim_devices(config)

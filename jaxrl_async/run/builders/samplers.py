@@ -231,8 +231,7 @@ def make_sampling(
         weights: the policy's, on the trainer's slice.
         schedule: records, or prescribes, what each sampler takes in after which block.
         gate: notified when a version is live in every sampler.
-        base: what an adapter changes, on the trainer's slice; it is sent once. None: `weights` are
-            all weights.
+        base: what an adapter changes, on the trainer's slice, sent once. None: `weights` are all.
     """
     slices, spec = inputs.slices, inputs.spec
     pushes = [
@@ -254,10 +253,9 @@ def make_sampling(
     )
 
     def first(push: Push, mesh: Mesh) -> Params:
-        params = push(weights.params)
-        if base is None:
-            return params
-        return beside(push_base(config, spec, slices.trainer, mesh)(base), params)
+        own = push(weights.params)
+        whole = None if base is None else push_base(config, spec, slices.trainer, mesh)(base)
+        return own if whole is None else beside(whole, own)
 
     samplers = [
         Sampler(
