@@ -121,12 +121,26 @@ def test_rehearsed_answers_have_all_lengths_that_fit(tmp_path: Path) -> None:
         ["data.max_prompt_tokens=16", "sampler={max_length: 32, max_new_tokens: 20}"],
     )
     requests = rehearsed(
-        [prompt(4), prompt(20), prompt(32)], 50, SamplingParams(), config, extras=True
+        [prompt(4), prompt(20), prompt(32), prompt(0)], 50, SamplingParams(), config, extras=True
     )
-    lengths = {4: set(), 20: set()}
+    lengths = {4: set(), 20: set(), 6: set()}  # 6: half the room beside an answer
     for request in requests:
         assert request.extras and request.forced_length is not None
         lengths[len(request.token_ids)].add(request.forced_length)
     assert lengths[4] <= set(range(1, 21)) and {1, 20} & lengths[4] and len(lengths[4]) > 15
     assert lengths[20] <= set(range(1, 13)) and len(lengths[20]) > 9
-    assert len({request.key for request in requests}) == 100
+    assert len({request.key for request in requests}) == 150
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch, caplog) -> None:
+    """Their prompts have no tokens yet."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(assemble, "Rehearsal", Attended)
+    words = [w for w in TINY if not w.startswith(("data.", "trainer="))]
+    words += ["trainer={row_length: 160, micro_batch_tokens: 640}", "task=guess_number"]
+    words += ["sampler={slots: 6, max_length: 160, max_new_tokens: 8}"]
+    train(load({"run": {"dir": str(tmp_path)}}, words))
+    assert "programs of a sampler were compiled beside the warm start" in caplog.text
+    assert "could not be compiled ahead" not in caplog.text

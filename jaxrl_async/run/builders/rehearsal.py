@@ -137,14 +137,18 @@ def rehearsed(
     extras: bool = False,
 ) -> list[Request]:
     """Return requests for `members` answers to each prompt, of all lengths from one token to what
-    the settings allow: as those of a run, they end one after another."""
+    the settings allow: as those of a run, they end one after another. Where an environment will
+    open the episode, which nobody does here, tokens stand in for what it says: half of the room."""
     section = config.sampler
+    said = max((section.max_length - section.max_new_tokens) // 2, 1)
     count = len(prompts) * members
     shares = np.linspace(0, 1, count)[np.random.default_rng(0).permutation(count)]
     requests = []
     for number, share in enumerate(shares):
         index, member = divmod(number, members)
         tokens = prompts[index].token_ids
+        if not len(tokens):
+            tokens = np.random.default_rng(index).integers(0, 2, said, np.int32)
         most = min(section.max_new_tokens, section.max_length - len(tokens))
         if most < 1:
             continue  # a prompt without room for an answer
