@@ -90,6 +90,8 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         found = system.find(root, detail=True)  # with sizes, times and sums, as it has them
         inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in found.items()}
         files = {name: sign for name, sign in inside.items() if _is_wanted(name, kind)}
+        if wrong := [name for name in files if ".." in name.split("/")]:
+            raise ValueError(f"the name {wrong[0]!r} leads out of the folder")
     except Exception as error:
         raise _unreachable(address, setting, error) from error
     if not files:

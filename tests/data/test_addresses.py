@@ -97,6 +97,15 @@ def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, said):
         copied_here(address, "model.path")
 
 
+def test_a_name_that_leads_out_of_the_copy_is_refused(bucket, cache, monkeypatch):
+    names = {"/bucket/data/../../x.jsonl": {"size": 2}}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "find", lambda *args, **more: names)
+        with pytest.raises(ConfigError, match=r"'\.\./\.\./x\.jsonl' leads out of the folder"):
+            copied_here("memory://bucket/data", "data.jsonl.path", "dataset")
+    assert not cache.exists()
+
+
 def test_a_missing_package_is_named(monkeypatch):
     def without(address: str) -> None:
         raise ImportError("Please install gcsfs to access Google Storage")
