@@ -1,7 +1,9 @@
 """Models and records at addresses: copied once, from file systems that fsspec knows."""
 
 import json
+import os
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -82,6 +84,15 @@ def test_a_copy_that_fails_leaves_nothing(bucket, cache, monkeypatch):
     with pytest.raises(ConfigError, match=r"model\.path = 'memory://bucket/model'.*No space left"):
         copied_here("memory://bucket/model", "model.path")
     assert not list(cache.iterdir())
+
+
+def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket, cache):
+    for name, age_s in (("old", 10 * 86_400), ("new", 60)):
+        left = cache / f"{addresses.UNFINISHED}{name}"
+        (left / "model").mkdir(parents=True)
+        os.utime(left, (time.time() - age_s,) * 2)
+    copied_here("memory://bucket/model", "model.path")
+    assert {p.name for p in cache.glob(".*")} == {f"{addresses.UNFINISHED}new"}
 
 
 @pytest.mark.parametrize(
