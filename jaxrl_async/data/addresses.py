@@ -14,7 +14,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,12 @@ PACKAGES = {
     "https": "aiohttp",
 }
 """What fsspec needs for a kind of address."""
+
+
+UNFINISHED = ".copying-"
+"""What the names of copies begin with that are being made."""
+ABANDONED_S = 2 * 86_400
+"""Age at which an unfinished copy is removed, seconds."""
 
 
 def is_address(path: str) -> bool:
@@ -90,6 +98,8 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         found = system.find(root, detail=True)  # with sizes, times and sums, as it has them
         inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in found.items()}
         files = {name: sign for name, sign in inside.items() if _is_wanted(name, kind)}
+        if wrong := [name for name in files if ".." in name.split("/")]:
+            raise ValueError(f"the name {wrong[0]!r} leads out of the folder")
     except Exception as error:
         raise _unreachable(address, setting, error) from error
     if not files:
@@ -121,7 +131,11 @@ def _is_wanted(name: str, kind: str) -> bool:
 def _copy(system: Any, root: str, files: dict[str, str], parent: Path, last: str) -> None:
     """Copy the files into parent/last, which appears whole or not at all."""
     parent.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=parent.parent, prefix=".copying-"))
+    for left in parent.parent.glob(UNFINISHED + "*"):  # by a process that was killed
+        with suppress(FileNotFoundError):  # its own process has finished it
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(dir=parent.parent, prefix=UNFINISHED))
     try:
         for name in files:
             target = made / last / name if name else made / last

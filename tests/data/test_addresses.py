@@ -1,7 +1,9 @@
 """Models and records at addresses: copied once, from file systems that fsspec knows."""
 
 import json
+import os
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -84,6 +86,15 @@ def test_a_copy_that_fails_leaves_nothing(bucket, cache, monkeypatch):
     assert not list(cache.iterdir())
 
 
+def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket, cache):
+    for name, age_s in (("old", 10 * 86_400), ("new", 60)):
+        left = cache / f"{addresses.UNFINISHED}{name}"
+        (left / "model").mkdir(parents=True)
+        os.utime(left, (time.time() - age_s,) * 2)
+    copied_here("memory://bucket/model", "model.path")
+    assert {p.name for p in cache.glob(".*")} == {f"{addresses.UNFINISHED}new"}
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -95,6 +106,15 @@ def test_a_copy_that_fails_leaves_nothing(bucket, cache, monkeypatch):
 def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, said):
     with pytest.raises(ConfigError, match=rf"model\.path = '{address}'.*{said}"):
         copied_here(address, "model.path")
+
+
+def test_a_name_that_leads_out_of_the_copy_is_refused(bucket, cache, monkeypatch):
+    names = {"/bucket/data/../../x.jsonl": {"size": 2}}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "find", lambda *args, **more: names)
+        with pytest.raises(ConfigError, match=r"'\.\./\.\./x\.jsonl' leads out of the folder"):
+            copied_here("memory://bucket/data", "data.jsonl.path", "dataset")
+    assert not cache.exists()
 
 
 def test_a_missing_package_is_named(monkeypatch):
