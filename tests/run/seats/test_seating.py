@@ -1,6 +1,7 @@
 """Who sits where: a pure function; snapshots and standings in files."""
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,11 @@ from jaxrl_async.run.seats.snapshots import STANDINGS, Snapshots
 from jaxrl_async.run.seats.weights_player import branch_of
 
 
+@dataclass(frozen=True)
 class Saves:
     """A policy that writes an empty directory."""
+
+    tower: None = None
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir(parents=True)
