@@ -12,6 +12,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
+def in_a_line(error: BaseException, most: int = 200) -> str:
+    """Return an error's own words in one line, `most` characters of them."""
+    return " ".join(str(error).split())[:most]
+
+
 def is_the_runs_own_end(error: BaseException) -> bool:
     """Return whether an exception raised in a user's code was caused by the run ending instead.
 

@@ -12,14 +12,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
-from jaxrl_async.run.host import TPU_FILES, has_tpu
+from jaxrl_async.run.host import TPU_FILES, has_tpu, version_of
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_DISK = 2 * GIB
@@ -68,13 +68,13 @@ def package_findings() -> Iterator[Finding]:
         return
     needed = [one for one in asked if one.marker is None]
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
-    shown = [f"{name} {_version(name)}" for name in SHOWN if _version(name)]
+    shown = [f"{name} {version_of(name)}" for name in SHOWN if version_of(name)]
     yield Finding("ok", ", ".join(shown))
     there, absent = set[str](), set[str]()
     for one in asked:
         if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
-            (there if _version(ACCELERATORS.get(extra, one.name)) else absent).add(extra)
-            if _version(one.name) and (wrong := _wrong_version(one, "warning")):
+            (there if version_of(ACCELERATORS.get(extra, one.name)) else absent).add(extra)
+            if version_of(one.name) and (wrong := _wrong_version(one, "warning")):
                 yield wrong
     missing = f"; not installed: {', '.join(sorted(absent - there))}" if absent - there else ""
     yield Finding("ok", f"extras: {', '.join(sorted(there)) or 'none'}{missing}")
@@ -108,15 +108,8 @@ ACCELERATORS = {
 """What the extras of jax bring."""
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def _wrong_version(one: Requirement, level: Any) -> Finding | None:
-    found = _version(one.name)
+    found = version_of(one.name)
     if found and one.specifier.contains(found, prereleases=True):
         return None
     state = f"{one.name} {found} is installed" if found else f"{one.name} is not installed"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from jaxrl_async.data.hub import WANTED
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.data.hub import WANTED, is_hub_name, model_folder
+from jaxrl_async.errors import ConfigError, in_a_line
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,6 @@ PACKAGES = {
     "https": "aiohttp",
 }
 """What fsspec needs for a kind of address."""
-
-
 UNFINISHED = ".copying-"
 """What the names of copies begin with that are being made."""
 ABANDONED_S = 2 * 86_400
@@ -51,6 +49,15 @@ ABANDONED_S = 2 * 86_400
 def is_address(path: str) -> bool:
     """Return whether a path is an address of another file system: it begins with SCHEME://."""
     return ADDRESS.fullmatch(path) is not None
+
+
+def folder_here(path: str, setting: str, kind: str = "model") -> Path:
+    """Return where a model's folder is on this machine: that at an address is copied, a name of the
+    hub taken from its cache or downloaded, and any other path is returned as it is. Arguments and
+    errors as copied_here's."""
+    if is_address(path):
+        return copied_here(path, setting, kind)
+    return model_folder(path, setting, kind) if is_hub_name(path) else Path(path)
 
 
 def cache_root() -> Path:
@@ -154,7 +161,7 @@ def _unreachable(address: str, setting: str, error: Exception) -> ConfigError:
     """Return an error that says what to do."""
     match = ADDRESS.fullmatch(address)
     scheme = match[1] if match else ""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    said = f"{type(error).__name__}: {in_a_line(error, 160)}"
     if isinstance(error, ImportError) and scheme in PACKAGES:
         remedy = f"Install what reads {scheme}://: pip install {PACKAGES[scheme]}"
     elif isinstance(error, ValueError) and "not known" in str(error).lower():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.errors import ConfigError, DataError, MissingExtraError
+from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ class Upload:
         except Exception as error:  # of many kinds
             raise ConfigError(
                 f"--upload {name}: the hub does not take it ({type(error).__name__}: "
-                f"{_line(error)}). Log in with `hf auth login` by a token that may write, or leave "
-                f"--upload out, and upload the folder later: `hf upload {name} OUT`."
+                f"{in_a_line(error, 160)}). Log in with `hf auth login` by a token that may write, "
+                f"or leave --upload out, and upload the folder later: `hf upload {name} OUT`."
             ) from error
         if is_public:
             raise ConfigError(
@@ -159,7 +159,7 @@ class Upload:
         except Exception as error:
             raise DataError(
                 f"{folder} is written, and its upload failed ({type(error).__name__}: "
-                f"{_line(error)}). Try again: `hf upload {self._name} {folder}`."
+                f"{in_a_line(error, 160)}). Try again: `hf upload {self._name} {folder}`."
             ) from error
         return f"uploaded: {done.commit_url}"
 
@@ -196,7 +196,7 @@ def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) ->
         return Path(hub.snapshot_download(name, repo_type=_repo(kind), **chosen))
     except Exception as error:
         raise ConfigError(
-            f"{missing}, and the download failed: {_line(error)}; {remedy}."
+            f"{missing}, and the download failed: {in_a_line(error, 160)}; {remedy}."
         ) from error
 
 
@@ -209,11 +209,7 @@ def _why(error: Exception) -> str:
         return "its terms must be accepted on its page first: then `hf auth login`"
     if kind == "RepositoryNotFoundError":
         return "the hub has none of this name, or it is private: `hf auth login`, or correct it"
-    return f"the hub cannot be reached ({kind}: {_line(error)}): where there is a network"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
+    return f"the hub cannot be reached ({kind}: {in_a_line(error, 160)}): where there is a network"
 
 
 def _has_weights(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import DataError, MissingExtraError
+from jaxrl_async.errors import DataError, MissingExtraError, in_a_line
 from jaxrl_async.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def file_of(image: Any, where: str) -> bytes:
     except DataError:
         raise
     except Exception as error:  # of many kinds: also of an image with too many pixels
-        reason = " ".join(str(error).split())[:120]
+        reason = in_a_line(error, 120)
         raise DataError(f"{where}: its image cannot be read: {reason}.") from None
     return content
 

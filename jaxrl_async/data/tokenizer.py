@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import ConfigError, DataError, in_a_line
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Tokenizer:
                     **kwargs,
                 )
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {in_a_line(error)}"
             raise DataError(
                 f"the tokenizer's chat template fails on {len(messages)} messages of "
                 f"{', '.join(dict.fromkeys(str(m.get('role')) for m in messages))}: {reason}. "
@@ -352,7 +352,7 @@ def _as_data_error(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {in_a_line(error)}"
         raise DataError(f"{what}: {reason}. Copy the tokenizer's files again.") from error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.errors import in_a_line
 
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects in a body."""
@@ -156,7 +157,7 @@ def parsed_json(body: bytes) -> Any:
     try:
         value = json.loads(body, parse_constant=constant)
     except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_a_line(error)
         raise CallRefused(f"the body is not JSON: {reason}", code="invalid_json") from None
     if b"\\ud" in body.lower() and not _is_unicode(value):
         raise CallRefused("the body has half a surrogate pair", code="invalid_json")

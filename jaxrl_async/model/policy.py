@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxrl_async.data.addresses import copied_here, is_address
-from jaxrl_async.data.hub import is_hub_name, model_folder
+from jaxrl_async.data.addresses import folder_here
 from jaxrl_async.mesh import TRAINER_RULES, Rules, shardings
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
@@ -103,11 +102,7 @@ class Policy:
         """
         if decoder is not None:
             load_code(decoder, "Policy.from_pretrained: decoder")
-        if is_address(str(folder)):
-            folder = copied_here(str(folder), "folder")
-        if is_hub_name(str(folder)):
-            folder = model_folder(str(folder), "folder")
-        folder = Path(folder)
+        folder = folder_here(str(folder), "folder")
         spec, generation = load_spec(folder), load_generation(folder)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, in_a_line
 
 MAX_HEADER_BYTES = 16 * 1024**2
 """Longest header that is read: enough for more than 100,000 tensors."""
@@ -79,7 +79,7 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored
     try:
         described = json.loads(header.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise _torn(path, f"its header is not JSON ({_short(error)})") from None
+        raise _torn(path, f"its header is not JSON ({in_a_line(error, 80)})") from None
     if not isinstance(described, dict):
         raise _torn(path, "its header is not a JSON object")
     tensors = {
@@ -138,10 +138,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _name(name: str) -> str:
     return repr(name if len(name) <= 80 else name[:77] + "...")
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:80]
 
 
 def _torn(path: Path, what: str) -> CheckpointError:

@@ -15,8 +15,7 @@ from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients, pass_columns
 from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
-from jaxrl_async.data.addresses import copied_here, is_address
-from jaxrl_async.data.hub import is_hub_name, model_folder
+from jaxrl_async.data.addresses import folder_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shapes_on, shardings
 from jaxrl_async.model.dropout import Noise
@@ -83,11 +82,8 @@ def spec_of(config: schema.Config) -> ModelSpec:
     """Return the model that the configuration names. Raises CheckpointError, ConfigError."""
     path = config.model.path
     if path is not None:
-        if is_address(path):
-            path = str(copied_here(path, "model.path", "config"))
-        elif is_hub_name(path):
-            path = str(model_folder(path, "model.path", "config"))
-        return decoder_of(path, config.model.decoder)
+        folder = folder_here(path, "model.path", "config")
+        return decoder_of(str(folder), config.model.decoder)
     vocab = config.model.architecture.vocab
     if vocab is None:
         raise ConfigError(

@@ -31,7 +31,6 @@ from jaxrl_async.run.builders.rollouts import (
     SharedSampling,
     make_rollout_side,
     open_records,
-    sampling_params,
 )
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
@@ -139,8 +138,7 @@ def assemble(
     slices, tokenizer = inputs.slices, inputs.tokenizer
     policy = make_policy(config, inputs.spec, tokenizer, slices, paths.base)
     if not config.run.resume and pairs is not None:
-        beside = Rehearsal(config, inputs, sampling_params(config.sampler))
-        with beside:
+        with Rehearsal(config, inputs) as rehearsal:
             policy, warm_metrics = warm_started(
                 config,
                 policy,
@@ -151,7 +149,7 @@ def assemble(
                 console,
                 stop,
                 lockstep,
-                beside.start,
+                rehearsal.start,
             )
     policy = with_adapter_of(config, policy, slices, paths.base)
     begun = Begun(

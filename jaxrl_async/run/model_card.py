@@ -7,7 +7,6 @@ metrics.jsonl   how rewards and accuracy went
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxrl_async.config.several import differences
 from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.host import version_of
 
 ROWS = 9
 """Rows of the table of results, at most."""
@@ -58,7 +58,7 @@ def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) 
         "## Settings that differ from the defaults\n",
         f"```yaml\n{settings}```\n",
         "## Versions\n",
-        ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))) + ".\n",
+        ", ".join(f"{name} {found}" for name in PACKAGES if (found := version_of(name))) + ".\n",
     ]
     return "\n".join(parts)
 
@@ -150,10 +150,3 @@ def _is_private(name: str) -> bool:
 
 def _is_address(value: Any) -> bool:
     return isinstance(value, str) and ADDRESS_LIKE.fullmatch(value) is not None
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

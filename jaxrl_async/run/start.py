@@ -3,7 +3,7 @@ would look for in vain."""
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.several import merged, runs_of
-from jaxrl_async.data.addresses import copied_here, is_address
-from jaxrl_async.data.hub import hub_records, is_hub_name, model_folder, records_folder
+from jaxrl_async.data.addresses import folder_here, is_address
+from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
@@ -55,7 +55,8 @@ def with_hub_folders(config: Config) -> Config:
     Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too, and
     what lies at an address (gs://...) is copied here. Raises ConfigError within seconds where
     neither can be had."""
-    config = _with_settings(config, _fetched(config))
+    if fetched := _fetched(config):
+        config = Config.model_validate(merged(config.model_dump(), fetched))
     if not config.runs:
         return config
     runs = {
@@ -72,13 +73,11 @@ def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
     of_run: what the names of settings begin with in messages.
     """
     tree: dict[str, Any] = {}
-    for setting, name, kind in hub_names(config):
-        if kind != "dataset":
-            _put(tree, setting.split("."), model_folder(name, of_run + setting, kind))
-        elif (records := hub_records(name)) is not None:
+    for setting, path, kind in _read(config):
+        if is_address(path) or (kind != "dataset" and is_hub_name(path)):
+            _put(tree, setting.split("."), folder_here(path, of_run + setting, kind))
+        elif kind == "dataset" and (records := hub_records(path)) is not None:
             records_folder(records, of_run + setting)
-    for setting, address, kind in addresses(config):
-        _put(tree, setting.split("."), copied_here(address, of_run + setting, kind))
     return tree
 
 
@@ -90,33 +89,21 @@ def _put(tree: dict[str, Any], names: Sequence[str], path: Path) -> None:
     tree[last] = str(path)
 
 
-def _with_settings(section: Any, tree: Mapping[str, Any]) -> Any:
-    """Return a section with the settings of a tree."""
-    changed = {
-        name: _with_settings(getattr(section, name), value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-    }
-    return section.model_copy(update=changed)
-
-
-def addresses(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield what the run reads at addresses: the setting, its value, and its kind as hub_names."""
-    for setting, path in _folders(config):
-        if path is not None and is_address(path):
-            yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
-    for setting, path in _files(config):
-        if path is not None and is_address(path):
-            yield setting, path, "dataset"
-
-
 def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield what the run takes from the Hugging Face hub: the setting, its value, and the kind of
     hub.model_folder, or "dataset"."""
+    for setting, path, kind in _read(config):
+        if hub_records(path) is not None if kind == "dataset" else is_hub_name(path):
+            yield setting, path, kind
+
+
+def _read(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield what the run reads: the setting, the path that it names, and its kind, as hub_names."""
     for setting, path in _folders(config):
-        if path is not None and is_hub_name(path):
+        if path is not None:
             yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
     for setting, path in _files(config):
-        if path is not None and hub_records(path) is not None:
+        if path is not None:
             yield setting, path, "dataset"
 
 

@@ -33,7 +33,7 @@ records_alone = Task(
 )
 '''
 AGENTS = '''
-"""Agents that know an address and a key. Each third session is left, or given up."""
+"""Agents that know an address and a key. Two of them leave or give up, never one session twice."""
 
 import json
 import sys
@@ -47,11 +47,18 @@ from openai import OpenAI
 from jaxrl_async.tasks.guess_number import GuessNumber
 
 ADDRESS, KEY, SAID = sys.argv[1:]
-said, lock = Counter(), threading.Lock()
+said, left, lock = Counter(), set(), threading.Lock()
 
 
 def post(path, key, body):
     return httpx.post(ADDRESS + path, json=body, headers={"x-api-key": key}, timeout=30)
+
+
+def leaves(task):
+    with lock:
+        is_new = task["session"] not in left
+        left.add(task["session"])
+    return is_new
 
 
 def play(task):
@@ -89,10 +96,10 @@ def agent(number):
         taken += 1
         with lock:
             said["held out" if task["held_out"] else "taken"] += 1
-        if number == 0 and taken % 2:
+        if number == 0 and taken % 2 and leaves(task):
             said["vanished"] += 1
             continue
-        if number == 1 and taken % 2:
+        if number == 1 and taken % 2 and leaves(task):
             said["given up"] += 1
             post("/v1/session/end", task["api_key"], {"failed": "no disk"})
             continue

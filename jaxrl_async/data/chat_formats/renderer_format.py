@@ -27,7 +27,7 @@ from jaxrl_async.data.chat_formats.written_turn import (
     with_thinking_in_content,
 )
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError, DataError, MissingExtraError
+from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _make(
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(
             f"the chat format {name} does not fit data.chat_arguments={dict(arguments)} or the "
-            f"tokenizer: {' '.join(str(error).split())[:200]}."
+            f"tokenizer: {in_a_line(error)}."
         ) from None
 
 
@@ -299,7 +299,7 @@ class RendererFormat:
 
     def _refusal(self, messages: Sequence[Message], error: Exception) -> DataError:
         roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {in_a_line(error)}"
         return DataError(
             f"the chat format {self.name} cannot write {len(messages)} messages of {roles}: "
             f"{reason}. Give messages that it can write, or another data.chat_format."

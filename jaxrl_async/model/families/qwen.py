@@ -20,6 +20,12 @@ def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer % 2 == 0 and before
 
 
+SHARED_EXPERT = {
+    f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+}
+"""Where files have the expert that all tokens use."""
+
+
 def _router(fields: ConfigFields) -> ExpertRouter:
     return ExpertRouter(sums_to_one=fields.flag("norm_topk_prob"))
 
@@ -43,12 +49,13 @@ def _written(mixture: Mixture) -> dict[str, Any]:
     }
 
 
-def _written_with_shared(mixture: Mixture) -> dict[str, Any]:
-    return {
-        **_written(mixture),
-        "shared_expert_intermediate_size": mixture.shared_width,
-        "qkv_bias": True,
-    }
+def written_with_shared(mixture: Mixture) -> dict[str, Any]:
+    """Return the entries of config.json for experts beside one that all tokens use."""
+    return {**_written(mixture), "shared_expert_intermediate_size": mixture.shared_width}
+
+
+def _written_with_bias(mixture: Mixture) -> dict[str, Any]:
+    return {**written_with_shared(mixture), "qkv_bias": True}
 
 
 QWEN2 = Family(
@@ -71,18 +78,14 @@ QWEN3 = Family(
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     classes="Qwen2Moe",
-    names={
-        "shared_gate": "mlp.shared_expert.gate_proj",
-        "shared_up": "mlp.shared_expert.up_proj",
-        "shared_down": "mlp.shared_expert.down_proj",
-    },
+    names=SHARED_EXPERT,
     biases="qkv",
     window=4096,
     windowed=_window_in_turns,
     lists_layers=True,
     routed=True,
     router=_router,
-    written_mixture=_written_with_shared,
+    written_mixture=_written_with_bias,
     dense=_is_dense,
     shared_width=_shared_width,
     shared_gated=True,

@@ -5,9 +5,8 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import DeltaNet, ExpertRouter, Mixture
-
-_SHARED = {f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+from jaxrl_async.model.families.parts import DeltaNet, ExpertRouter
+from jaxrl_async.model.families.qwen import SHARED_EXPERT, written_with_shared
 
 
 def _linear(fields: ConfigFields, layer: int) -> bool:
@@ -53,19 +52,10 @@ def _shared_width(fields: ConfigFields) -> int:
     return fields.whole("shared_expert_intermediate_size", 512)
 
 
-def _written(mixture: Mixture) -> dict[str, Any]:
-    return {
-        "norm_topk_prob": mixture.router.sums_to_one,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "shared_expert_intermediate_size": mixture.shared_width,
-    }
-
-
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     classes="Qwen3Next",
-    names=_SHARED,
+    names=SHARED_EXPERT,
     norm_offset=True,
     qk_norm="head",
     rotary_share=0.25,
@@ -75,7 +65,7 @@ QWEN3_NEXT = Family(
     written_delta=_written_delta,
     routed=True,
     router=_router,
-    written_mixture=_written,
+    written_mixture=written_with_shared,
     shared_width=_shared_width,
     shared_gated=True,
     fixed={"decoder_sparse_step": 1},

@@ -24,7 +24,8 @@ from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.builders.samplers import arrived, sampler_settings, uses_one_thread
+from jaxrl_async.run.builders.rollouts import sampling_params
+from jaxrl_async.run.builders.samplers import arrived, settings_here
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams
@@ -36,9 +37,9 @@ class Rehearsal:
     """Samplers that draw beside the warm start, one after another; a context manager, which ends
     them. What goes wrong is logged, and shows again in the run itself."""
 
-    def __init__(self, config: Config, inputs: Inputs, sampling: SamplingParams) -> None:
-        """Make the rehearsal; start() begins it. sampling: of the run's answers."""
-        self._config, self._inputs, self._sampling = config, inputs, sampling
+    def __init__(self, config: Config, inputs: Inputs) -> None:
+        """Make the rehearsal; start() begins it."""
+        self._config, self._inputs = config, inputs
         self._lock = threading.Lock()  # guards the two below
         self._sampler: Sampler | None = None
         self._over = False
@@ -79,13 +80,7 @@ class Rehearsal:
         """Draw as the sampler of this mesh will, then take new weights. Raises Closed if the
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
-        one_thread = uses_one_thread(mesh, colocated=False)
-        settings = replace(
-            sampler_settings(config, spec),
-            images=self._inputs.tokenizer.images,
-            one_thread=one_thread,
-            name="rehearsal",
-        )
+        settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
         sent, whole = no_weights(config, spec, mesh)
         setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
         before, prepared = setup.engine.num_compiled, setup.engine.prepare(params)
@@ -111,7 +106,8 @@ class Rehearsal:
             yield rehearsed(inputs.held_out, 1, greedy, config)
         prompts = inputs.held_out[: config.algorithm.groups_per_step]
         members = config.algorithm.group_size
-        yield rehearsed(prompts, members, self._sampling, config, extras=inputs.keep_mask)
+        sampling = sampling_params(config.sampler)
+        yield rehearsed(prompts, members, sampling, config, extras=inputs.keep_mask)
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:

@@ -209,6 +209,15 @@ def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
     )
 
 
+def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings:
+    """Return the settings of a sampler on a mesh of this process."""
+    return replace(
+        sampler_settings(config, inputs.spec),
+        images=inputs.tokenizer.images,
+        one_thread=uses_one_thread(mesh, colocated=inputs.slices.colocated),
+    )
+
+
 def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
     """Return whether a sampler computes on one core: XLA's own threads cost more than they bring
     beside a trainer that computes, too."""
@@ -245,12 +254,6 @@ def make_sampling(
         checksum=config.weights.checksum,
         count=inputs.faults.add,
     )
-    settings = replace(
-        sampler_settings(config, spec),
-        images=inputs.tokenizer.images,
-        schedule=schedule,
-        device_lock=inputs.locks.sampler,
-    )
 
     def first(push: Push, mesh: Mesh) -> Params:
         own = push(weights.params)
@@ -266,15 +269,17 @@ def make_sampling(
             weights=channel.subscribe(),
             version=weights.version,
             settings=replace(
-                settings,
-                one_thread=uses_one_thread(mesh, colocated=slices.colocated),
+                settings_here(config, inputs, mesh),
+                schedule=schedule,
+                device_lock=inputs.locks.sampler,
                 name=f"sampler-{i}" if len(pushes) > 1 else "sampler",
             ),
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
     router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.home)
-    return Sampling(router=router, channel=channel, publisher=channel, probe=settings.probe_tokens)
+    probe = sampler_settings(config, spec).probe_tokens
+    return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
 
 
 def make_foreign_sampling(

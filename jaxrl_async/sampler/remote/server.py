@@ -26,6 +26,7 @@ from jaxrl_async.ports import Session
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.remote.batching import send_all
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request
 from jaxrl_async.wire.messages import (
     Answers,
@@ -257,18 +258,21 @@ class ReplicaServer:
         """Send the statistics if it is time; return how long until the next time."""
         now = time.monotonic()
         if now >= self._next_beat_s:
-            stats = self._sampler.stats()
-            self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
-            self._session.send(Beat(stats=asdict(stats), places=self._sampler.places))
+            self._tell(self._sampler.stats(), now)
         return max(self._next_beat_s - now, 0.001)
 
     def _refresh(self) -> None:
         """Send the statistics before answers if they are old, or do not know of the weights that
         the answers were drawn with."""
+        stats, now = self._sampler.stats(), time.monotonic()
         sent_s = self._next_beat_s - self._beat_s
-        if self._sampler.stats().swaps != self._sent_swaps or time.monotonic() > sent_s + FRESH_S:
-            self._next_beat_s = 0.0
-            self._beat()
+        if stats.swaps != self._sent_swaps or now > sent_s + FRESH_S:
+            self._tell(stats, now)
+
+    def _tell(self, stats: SamplerStats, now: float) -> None:
+        """Send the statistics; the next regular beat is counted from now."""
+        self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
+        self._session.send(Beat(stats=asdict(stats), places=self._sampler.places))
 
     # ---- the asking thread
 
