@@ -19,6 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.run.host import TPU_FILES, has_tpu, version_of
 
 OLDEST_PYTHON = (3, 11)
@@ -246,8 +247,20 @@ def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
             "there is no /dev/shm",
             "use remote.transfer=tcp with mesh.samplers_in=processes",
         )
+    yield compiler_finding()
     yield disk_finding(runs, LITTLE_DISK, "for checkpoints and policies")
     yield _cache_finding(cache)
+
+
+def compiler_finding() -> Finding:
+    """Say whether the sampler's own CPU kernels can be built here."""
+    try:
+        return Finding("ok", f"compiler of CPU kernels: {compiler_here()}")
+    except NotBuiltError as error:
+        return Finding(
+            "ok",
+            f"a sampler on this CPU computes by XLA's products, without its own kernels: {error}",
+        )
 
 
 def host_memory() -> tuple[int, int]:

@@ -27,6 +27,7 @@ from jaxrl_async.model.attention import (
     sequence_attention,
     visible_until,
 )
+from jaxrl_async.model.cpu.calls import packed, packed_product
 from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
@@ -55,6 +56,9 @@ SMALL_LAYER = 2**22
 matter. Several larger layers in a turn only cost compile time and code (of 192 million weights: 4
 take twice as long to compile as 1, and 170 MB on a TPU instead of 50)."""
 
+
+PACKED_HEAD = "packed_head"
+"""Parameter that next_logits multiplies with in place of the head, see packed_head."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
 
@@ -371,6 +375,13 @@ def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> lis
     return [fuse(layer) for layer in layers] if fused else layers
 
 
+def packed_head(spec: ModelSpec, params: Params) -> Params:
+    """Return parameters with the head as the CPU's own product reads it; the embedding of tied
+    weights stays for looking up."""
+    rest = {name: w for name, w in params.items() if name != "lm_head"}
+    return {**rest, PACKED_HEAD: packed(output_head(spec, params).T)}
+
+
 def flat_forward(
     spec: ModelSpec,
     params: Params,
@@ -427,6 +438,9 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
     if mixed:
         y = _final_norm(spec, params, x)
         return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
+    if PACKED_HEAD in params:
+        y = _final_norm(spec, params, x)
+        return bounded(packed_product(y, params[PACKED_HEAD], spec.vocab), spec.scales)
     head = output_head(spec, params).astype(x.dtype)
     y = _final_norm(spec, params, x)
     return bounded(jnp.matmul(y, head, preferred_element_type=jnp.float32), spec.scales)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jaxrl_async.model.activations import gated
+from jaxrl_async.model.cpu.calls import PANEL, packed, packed_product, rotated
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
@@ -165,6 +166,11 @@ class Layer(nnx.Module):
         for name, shape in (shapes | beside).items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
+    @property
+    def packed(self) -> bool:
+        """Whether the matrices of attention are those of `packed_layer`, for the CPU's kernels."""
+        return self.fused and self.qkv_proj[...].ndim == 3
+
     def _weight(self, name: str, dtype: Any) -> Array:
         return getattr(self, name)[...].astype(dtype)
 
@@ -188,7 +194,9 @@ class Layer(nnx.Module):
         if name == "qkv_proj":
             widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         if name == "gate_up":
-            return dict.fromkeys(("gate", "up"), self.gate_up[...].shape[0] // 2)
+            weight = self.gate_up[...]
+            outputs = weight.size // weight.shape[1]
+            return dict.fromkeys(("gate", "up"), outputs // 2)
         return {n: w * spec.head_dim for n, w in widths.items()} or {name: 0}
 
     def _change(self, x: Array, name: str) -> Array:
@@ -203,6 +211,8 @@ class Layer(nnx.Module):
 
     def _times_base(self, x: Array, name: str) -> Array:
         weight = getattr(self, name)[...]
+        if self.fused and weight.ndim == 3:
+            return packed_product(x, weight)
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
         if not self.scales:
@@ -262,7 +272,8 @@ class Layer(nnx.Module):
         axes = 2 if spec.qk_norm == "whole" else 1
         q, k = self._norm(q, "q_norm", axes=axes), self._norm(k, "k_norm", axes=axes)
         if angles is not None:
-            q, k = (rotate(a, angles.cos, angles.sin) for a in (q, k))
+            turn = rotated if self.packed else rotate
+            q, k = (turn(a, angles.cos, angles.sin) for a in (q, k))
         return self._scaled(q, angles), k, v
 
     def _scaled(self, q: Array, angles: Angles | None) -> Array:
@@ -410,6 +421,20 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
         return {**fused, **{n: weights[n].T for n in shared if n in weights}}
     gate_up = jnp.concatenate([fused.pop("gate"), fused.pop("up")], axis=1).T
     return {**fused, "gate_up": gate_up, "down": weights["down"].T}
+
+
+MATRICES = ("qkv_proj", "q_b", "o", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
+"""What fuse() makes of a layer's matrices, outputs first."""
+
+
+def packed_layer(weights: dict[str, Array]) -> dict[str, Array]:
+    """Pack the matrices of a fused layer for the CPU's own product, if their outputs fill whole
+    panels; the others stay for XLA's."""
+
+    def fits(name: str, weight: Array) -> bool:
+        return name in MATRICES and weight.ndim == 2 and weight.shape[0] % PANEL == 0
+
+    return {n: packed(w) if fits(n, w) else w for n, w in weights.items()}
 
 
 def initial(weight: Weight, key: Array, dtype: Any) -> Array:

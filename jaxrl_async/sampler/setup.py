@@ -19,6 +19,7 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
+from jaxrl_async.model.cpu.library import kernels_are_there
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
@@ -288,6 +289,8 @@ def build_engine(
                 "SamplerSettings.adapters: a sampler whose mesh spans several processes serves no "
                 "adapters by name. Take a mesh of one process, or merge the adapter."
             )
+    ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
+    cpu_kernels = section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there()
     engine_spec = EngineSpec(
         model=spec,
         slots=plan.slots,
@@ -298,13 +301,26 @@ def build_engine(
         block=section.block,
         mesh=mesh,
         dtype=dtype,
-        ragged=uses_ragged(section.attention, mesh, spec),
+        ragged=ragged,
+        cpu_products=cpu_kernels and not mixed,
+        cpu_attention=cpu_kernels
+        and not ragged
+        and section.attention == "auto"
+        and not spec.latent,
         one_thread=one_thread,
-        mixed=section.matmul == "bfloat16",
+        mixed=mixed,
         keeps_routes=keep_routing,
         room=room,
     )
     return Engine(engine_spec)
+
+
+def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
+    """Return whether a sampler there could compute by kernels of our own: on one CPU device, in
+    float32."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    alone = mesh is None or mesh.size == 1
+    return bool(device.platform == "cpu" and alone and jnp.dtype(dtype) == jnp.float32)
 
 
 def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:

@@ -8,6 +8,7 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
+from jaxrl_async.model.cpu.library import kernels_are_there
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.ports import FIXED_WEIGHTS
@@ -31,6 +32,7 @@ def wanted() -> list[list[int]]:
     "settings",
     [
         {"reserve": 1.0, "block": 16},
+        {"cpu_kernels": False},
         *(
             pytest.param(settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for settings in (
@@ -45,6 +47,21 @@ def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
     assert [c.token_ids.tolist() for c in sampler.generate(WISHES)] == wanted
     sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
+
+
+def test_the_cpus_own_kernels_cost_one_decode_program_whatever_the_lengths() -> None:
+    """XLA's attention has one for each width of context."""
+    if not kernels_are_there():
+        pytest.skip("needs g++ or clang++ and a processor with AVX2")
+    compiled = {}
+    for own in (True, False):
+        sampler = make_sampler(cpu_kernels=own, reserve=0.0, page_tokens=4, block=2)
+        assert sampler.engine.spec.cpu_attention == own == sampler.engine.spec.cpu_products
+        for length in (1, 6, 12):
+            sampler.generate([request(0, token_ids=np.arange(1, 3 * length, dtype=np.int32))])
+        compiled[own] = sampler.engine.programs.generate._cache_size()
+        sampler.close()
+    assert compiled[True] == 1 < compiled[False]
 
 
 def test_rows_are_taken_over_in_mid_block() -> None:

@@ -25,7 +25,7 @@ def decode_args(
     rows: requests that decode; reserve: those that take over rows that end, in this order.
     """
     longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
-    context_pages = shapes.steps_of_half(spec.num_pages(longest))
+    context_pages = context_pages_of(spec, longest)
     num_rows = shapes.decode_rows(len(rows), spec.slots)
     args = DecodeArgs(
         rows=pad_to(num_rows, [r.slot_index for r in rows], spec.total_slots),
@@ -38,6 +38,14 @@ def decode_args(
         places=None if spec.room is None else slots.places.copy(),
     )
     return args, context_pages
+
+
+def context_pages_of(spec: EngineSpec, longest: int) -> int:
+    """Return for how many pages of context a block is compiled, given the tokens of the longest
+    row: for all that there can be, where a row costs what its own tokens do."""
+    if spec.cpu_attention:
+        return spec.num_pages(spec.max_length)
+    return shapes.steps_of_half(spec.num_pages(longest))
 
 
 def kv_of_pages(kv: cache.PagedKV, pages: Sequence[int], tokens: int, spec: EngineSpec) -> AnyArray:

@@ -19,6 +19,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import CachedContext, PagedKV
+from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.kernels import Scoring, ragged_paged
 from jaxrl_async.model.moe import experts_on, id_dtype
 from jaxrl_async.sampler.device.arguments import (
@@ -38,7 +39,7 @@ class _Loop(NamedTuple):
 
     step: Array  # [] int32
     head: Array  # [] int32, reserve slots taken over so far
-    kv: CachedContext | PagedKV  # gathered or ragged
+    kv: CachedContext | PagedKV  # copies of pages, or the pages
     tables: Array  # [R, W]
     rows: Array  # [R] slot
     alive: Array  # [R] bool
@@ -98,7 +99,7 @@ def _begin(
     slots = jnp.minimum(rows, S - 1)  # an empty row reads some slot
     tables = jnp.asarray(args.tables)[slots]
     kv: CachedContext | PagedKV = state.kv
-    if not spec.ragged:
+    if not spec.in_pages:
         kv = cache.gather(state.kv, tables[:, :context_pages], spec.model.head_dim, extra=T)
 
     def per_row(x: AnyArray) -> Array:
@@ -152,7 +153,7 @@ def _take_over(
             return put(into, jnp.asarray(per_slot)[slot])
 
         kv = loop.kv
-        if not spec.ragged:
+        if not spec.in_pages:
             context = cache.gather(state.kv, table[None, :context_pages], spec.model.head_dim)
 
             def overwrite(into: Array, new: Array) -> Array:
@@ -212,6 +213,8 @@ def _forward(
     sinks = decoder.sinks_in(spec.model, weights.layers)
     if spec.ragged:
         attend = _attend_pages(spec, loop, positions, keys, sinks)
+    elif spec.cpu_attention:
+        attend = _attend_on_cpu(spec, loop, (keys, values), sinks)
     else:
         attend = _attend_columns(spec, loop, (keys, values), context_pages, sinks)
     chosen: list[Array] = []
@@ -308,6 +311,28 @@ def _attend_pages(
             scoring,
             sinks[i],
         )
+
+    return attend
+
+
+def _attend_on_cpu(
+    spec: EngineSpec,
+    loop: _Loop,
+    pages: tuple[list[Array], list[Array]],
+    sinks: list[Array | None],
+) -> decoder.Attend:
+    """Return attention over the pages (`pages`: keys and values of each layer) by the CPU's own
+    kernel, which writes the new tokens, too."""
+    keys, values = pages
+    owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
+    positions = jnp.where(owners < spec.total_slots, loop.next_positions, -1)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        out, keys[i], values[i] = attend_pages(
+            q, (k, v), (keys[i], values[i]), loop.tables, positions, scoring, sinks[i]
+        )
+        return out
 
     return attend
 

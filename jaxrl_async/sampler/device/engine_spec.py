@@ -26,6 +26,8 @@ class EngineSpec:
     dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
     ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
+    cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
+    cpu_attention: bool = False  # decode on the pages, by a kernel of our own
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
     room: AdapterRoom | None = None  # for adapters beside the base; None: for none
@@ -47,6 +49,11 @@ class EngineSpec:
         """Whether projections of the same input are one product: on one device; a user's own layer
         has its own."""
         return self.model.own is None and (self.mesh is None or self.mesh.size == 1)
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether decoding reads the pages themselves, not copies of them."""
+        return self.ragged or self.cpu_attention
 
     def num_pages(self, tokens: int) -> int:
         """Return how many pages hold this many tokens."""

@@ -14,6 +14,8 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import empty_stack, layers_with_stack, put_adapter
 from jaxrl_async.model.attention import reference, same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.model.decoder import packed_head
+from jaxrl_async.model.layers import packed_layer
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params, is_stack
@@ -59,6 +61,8 @@ def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
             {n: w if n.endswith(KEPT) else w.astype(jnp.bfloat16) for n, w in x.items()}
             for x in layers
         ]
+    if spec.cpu_products and not quantized:
+        layers, rest = [packed_layer(layer) for layer in layers], packed_head(spec.model, rest)
     return EngineWeights(rest, layers)
 
 

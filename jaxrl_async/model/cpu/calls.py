@@ -1,0 +1,84 @@
+"""Call the CPU kernels from programs of JAX. `library.kernels_are_there` must have returned true.
+
+Shapes: n tokens, D inputs, E outputs, R rows, H heads, N KV heads, K head width, P pages, G tokens
+a page, W pages of the longest table.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxrl_async.model.cpu.library import target_of
+from jaxrl_async.model.kernels import PLAIN, Scoring
+
+PANEL = 32
+"""Outputs whose weights lie together."""
+
+
+def packed(weight: Array) -> Array:
+    """Return a weight [E, D], outputs first, as `packed_product` reads it: [ceil(E / 32), D, 32],
+    with zeros for outputs that there are not."""
+    outputs, inputs = weight.shape
+    whole = jnp.pad(weight, ((0, -outputs % PANEL), (0, 0)))
+    return jnp.swapaxes(whole.reshape(-1, PANEL, inputs), 1, 2)
+
+
+def packed_product(x: Array, weight: Array, outputs: int = 0) -> Array:
+    """Return x [..., D] times a `packed` weight, [..., E] float32.
+
+    outputs: E; 0: those of whole panels. A token's result does not depend on the other tokens.
+    """
+    outputs = outputs or weight.shape[0] * PANEL
+    rows = x.reshape(-1, x.shape[-1])
+    call = jax.ffi.ffi_call(
+        target_of("product"), jax.ShapeDtypeStruct((rows.shape[0], outputs), jnp.float32)
+    )
+    return call(rows, weight).reshape(*x.shape[:-1], outputs)
+
+
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate pairs (i, i + T) of the first 2 T components of x [n, heads, K] float32 by cos and sin
+    [n, T], as layers.rotate does."""
+    return jax.ffi.ffi_call(target_of("rotate"), jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x, cos, sin
+    )
+
+
+def attend_pages(
+    q: Array,
+    new: tuple[Array, Array],
+    pages: tuple[Array, Array],
+    tables: Array,
+    positions: Array,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """Write one token a row into its page, and attend to what the row's pages hold up to it.
+
+    The cost of a row is that of its own tokens, or of its window.
+
+    Args:
+        q: queries [R, H, K] float32.
+        new: keys and values [R, N, K] of the tokens.
+        pages: keys [P, N, K, G] and values [P, N, G, K]; where the caller needs them no more,
+            their memory is written in place.
+        tables: [R, W] int32, pages of each row; those up to its position must be there.
+        positions: [R] int32 of the tokens; -1: nothing is written, and zeros are returned.
+        scoring: window and cap, see kernels.Scoring.
+        sinks: [H], see attention.softmax_with_sinks.
+
+    Returns what was attended [R, H, K], and the pages.
+    """
+    keys, values = pages
+    if sinks is None:
+        sinks = jnp.zeros(0, jnp.float32)
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
+    call = jax.ffi.ffi_call(target_of("attend"), results, input_output_aliases={3: 1, 4: 2})
+    out, keys, values = call(
+        q, *new, keys, values, tables, positions, sinks,
+        window=np.int64(scoring.window),
+        scale=np.float32(q.shape[-1] ** -0.5),
+        cap=np.float32(scoring.cap),
+    )  # fmt: skip
+    return out, keys, values

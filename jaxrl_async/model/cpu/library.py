@@ -1,0 +1,112 @@
+"""Build the kernels of kernels.cc for this machine, once, and make them known to XLA.
+
+The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
+stands for the source, the compiler, its options, the processor and jaxlib.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from jaxrl_async.errors import in_a_line
+from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
+
+SOURCE = Path(__file__).with_name("kernels.cc")
+OPTIONS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-ffp-contract=fast",  # a * b + c is one instruction
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+)
+LIMIT_S = 120.0
+"""Longest time that the compiler may take."""
+NAMES = ("product", "rotate", "attend")
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def kernels_are_there() -> bool:
+    """Build and register the kernels, once in a process: return whether XLA can call them.
+
+    Where they cannot be built, the log says why, and what to do.
+    """
+    try:
+        library = ctypes.cdll.LoadLibrary(str(_built()))
+    except (NotBuiltError, OSError) as error:
+        _log.warning(
+            "the sampler computes without its own CPU kernels, by XLA's products: %s. Install g++ "
+            "(Debian: apt-get install g++), or set sampler.cpu_kernels=false to say no more of it.",
+            in_a_line(error),
+        )
+        return False
+    for name in NAMES:
+        call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
+        jax.ffi.register_ffi_target(target_of(name), call, platform="cpu")
+    return True
+
+
+def target_of(name: str) -> str:
+    """Return the name by which XLA knows a kernel."""
+    return f"jaxrl_async.{name}"
+
+
+def _built() -> Path:
+    """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
+    compiler = compiler_here()
+    source, age = SOURCE.read_text(encoding="utf-8"), str(os.stat(compiler).st_mtime_ns)
+    parts = (source, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = _folder() / f"{key}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    return path
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async/kernels"
+
+
+def _processor() -> str:
+    """Return what tells apart processors that need code of their own."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "model name", "cpu family", "model\t")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write the library to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        words = [
+            compiler,
+            *OPTIONS,
+            f"-isystem{jax.ffi.include_dir()}",
+            str(SOURCE),
+            "-o",
+            str(made),
+        ]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise NotBuiltError(f"{compiler} took more than {LIMIT_S:.0f} s") from error
+        if done.returncode:
+            raise NotBuiltError(f"{compiler} failed: {in_a_line(done.stderr)}")
+        os.replace(made, path)

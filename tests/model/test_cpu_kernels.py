@@ -1,0 +1,171 @@
+"""The sampler's own CPU kernels against float64, and what happens where they cannot be built."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxrl_async.model import layers
+from jaxrl_async.model.cpu.calls import attend_pages, packed, packed_product, rotated
+from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.kernels import Scoring
+
+NEEDED = "needs g++ or clang++ and a processor with AVX2"
+
+needs_kernels = pytest.mark.skipif("not has_kernels()", reason=NEEDED)
+
+
+def has_kernels() -> bool:
+    return kernels_are_there()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (33, 32), (64, 96), (1030, 161)])
+def test_products_are_those_of_float64_and_each_row_is_alone(inputs: int, outputs: int) -> None:
+    rng = np.random.default_rng(inputs)
+    x = rng.normal(size=(40, inputs)).astype(np.float32)
+    weight = rng.normal(size=(outputs, inputs)).astype(np.float32)
+    ready = jax.jit(packed)(weight)
+
+    def product(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.asarray(jax.jit(lambda r: packed_product(r, ready, outputs))(rows))
+
+    whole = product(x)
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+    bound = 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(weight.T))
+    assert (np.abs(whole - exact) <= bound).all()
+    for count in (1, 2, 3, 5, 12, 13, 24, 31):
+        assert (product(x[:count]) == whole[:count]).all(), count
+    assert packed_product(x.reshape(4, 10, inputs), ready, outputs).shape == (4, 10, outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_heads_are_rotated_as_layers_rotate_them(share: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(9, 3, 24)).astype(np.float32)
+    angles = rng.normal(size=(9, int(24 * share) // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    wanted = layers.rotate(jnp.asarray(x), jnp.asarray(cos), jnp.asarray(sin))
+    np.testing.assert_allclose(jax.jit(rotated)(x, cos, sin), wanted, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "page", "scoring", "has_sinks"),
+    [
+        (8, 2, 64, 32, Scoring(), False),
+        (4, 4, 8, 4, Scoring(window=5, cap=3.0), True),
+        (6, 2, 80, 16, Scoring(), True),
+        (16, 1, 128, 32, Scoring(window=40), False),
+        (2, 1, 40, 48, Scoring(cap=20.0), False),
+    ],
+)
+def test_attention_on_pages_is_that_of_float64(
+    heads: int, kv_heads: int, width: int, page: int, scoring: Scoring, has_sinks: bool
+) -> None:
+    rng = np.random.default_rng(heads)
+
+    def drawn(*shape: int) -> NDArray[np.float32]:
+        return rng.normal(size=shape).astype(np.float32)
+
+    rows, most, pages = 6, 6, 40
+    positions = np.array([0, page - 1, page, -1, most * page - 1, 3 * page + 2], np.int32)
+    tables = rng.permutation(pages)[: rows * most].reshape(rows, most).astype(np.int32)
+    tables[positions < 0] = pages  # no page, as of an empty row
+    keys, values = drawn(pages, kv_heads, width, page), drawn(pages, kv_heads, page, width)
+    q, k, v = drawn(rows, heads, width), *(drawn(rows, kv_heads, width) for _ in range(2))
+    sinks = drawn(heads) if has_sinks else None
+
+    @jax.jit
+    def attended(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, keys, values = arrays
+        return attend_pages(q, (k, v), (keys, values), tables, positions, scoring, sinks)
+
+    out, new_keys, new_values = map(np.asarray, attended(q, k, v, keys, values))
+    for row in np.flatnonzero(positions >= 0):
+        number, column = tables[row, positions[row] // page], positions[row] % page
+        keys[number, :, :, column], values[number, :, column] = k[row], v[row]
+    assert (new_keys == keys).all() and (new_values == values).all(), "these, and no others"
+    assert not out[positions < 0].any()
+    for row in np.flatnonzero(positions >= 0):
+        wanted = _attended(q[row], keys, values, tables[row], int(positions[row]), scoring, sinks)
+        np.testing.assert_allclose(out[row], wanted, atol=3e-6)
+
+
+def _attended(
+    q: NDArray[np.float32],
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    table: NDArray[np.int32],
+    position: int,
+    scoring: Scoring,
+    sinks: NDArray[np.float32] | None,
+) -> NDArray[np.float64]:
+    """Attend with one row's queries [H, K] in float64."""
+    begin = max(0, position + 1 - scoring.window) if scoring.window else 0
+    seen = slice(begin, position + 1)
+    each_k = np.concatenate([keys[t].swapaxes(1, 2) for t in table], axis=1)[:, seen]
+    each_v = np.concatenate([values[t] for t in table], axis=1)[:, seen].astype(np.float64)
+    out = []
+    for head, query in enumerate(q.astype(np.float64)):
+        group = head // (len(q) // len(each_k))
+        scores = each_k[group].astype(np.float64) @ query / np.sqrt(len(query))
+        if scoring.cap:
+            scores = scoring.cap * np.tanh(scores / scoring.cap)
+        odds = np.exp(scores)
+        total = odds.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
+        out.append(odds @ each_v[group] / total)
+    return np.stack(out)
+
+
+@needs_kernels
+def test_large_scores_and_a_lone_token_are_exact() -> None:
+    """Scores of hundreds neither overflow nor lose the largest."""
+    q = np.full((1, 1, 16), 40.0, np.float32)
+    keys, values = np.zeros((2, 1, 16, 16), np.float32), np.zeros((2, 1, 16, 16), np.float32)
+    keys[0, 0, :, 3], values[0, 0, 3] = 10.0, 7.0
+    new = np.zeros((1, 1, 16), np.float32)
+    table, position = np.array([[0, 1]], np.int32), np.array([20], np.int32)
+    out, *_ = jax.jit(lambda *a: attend_pages(a[0], (new, new), (a[1], a[2]), table, position))(
+        q, keys, values
+    )
+    assert (np.asarray(out) == 7.0).all()
+
+
+SAYS = "from jaxrl_async.model.cpu.library import kernels_are_there; print(kernels_are_there())"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "told"),
+    [("no-such-compiler", "none of no-such-compiler is installed"), ("false", "false failed")],
+)
+def test_without_a_compiler_the_log_says_what_to_do(
+    compiler: str, told: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+    assert told in done.stderr and "apt-get install g++" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_kernels
+def test_the_library_is_built_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    times = set()
+    for _ in range(2):
+        words = [sys.executable, "-c", SAYS]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "True", done.stderr
+        (library,) = tmp_path.rglob("*.so")
+        times.add(library.stat().st_mtime_ns)
+    assert len(times) == 1, "the second process found it"
