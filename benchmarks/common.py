@@ -47,6 +47,12 @@ MODELS = {
         ),
         vocab_size=4096,
     ),
+    "100M": ModelSpec.from_architecture(
+        schema.ArchitectureSection(
+            family="llama", layers=12, width=768, heads=12, kv_heads=4, head_dim=64, mlp=3072
+        ),
+        vocab_size=4096,
+    ),
 }
 """The decoders of the tables, float32, embeddings tied to the head; most have the first two."""
 

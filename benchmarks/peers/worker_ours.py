@@ -1,12 +1,15 @@
 """Run our sampler in a process of its own, like its peers.
 
-argv[2]: number of samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache.
+argv[2]: most samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache.
 """
 
 import sys
 
 import jax
 from worker import Generate, serve
+
+FEW = 16
+"""Sequences below which one sampler computes alone, so that weights are read once."""
 
 
 def load(folder: str) -> tuple[Generate, str]:
@@ -34,16 +37,17 @@ def load(folder: str) -> tuple[Generate, str]:
         if concurrency not in made:
             while made:
                 made.popitem()[1].close()
+            used = 1 if concurrency < FEW else count
             section = schema.SamplerSection(
-                slots=max(1, concurrency // count),
+                slots=max(1, concurrency // used),
                 reserve=1.0,
-                max_length=160,
-                max_new_tokens=128,
+                max_length=192,
+                max_new_tokens=160,
                 block=32,
             )
             meshes = [
                 Mesh(np.array([d]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-                for d in jax.devices()[:count]
+                for d in jax.devices()[:used]
             ]
             made[concurrency] = Router(
                 [
@@ -51,7 +55,7 @@ def load(folder: str) -> tuple[Generate, str]:
                         policy,
                         section=section,
                         mesh=mesh,
-                        settings=SamplerSettings(one_thread=count > 1),
+                        settings=SamplerSettings(one_thread=used > 1),
                     )
                     for mesh in meshes
                 ]

@@ -108,5 +108,5 @@ def _compile(compiler: str, path: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise NotBuiltError(f"{compiler} took more than {LIMIT_S:.0f} s") from error
         if done.returncode:
-            raise NotBuiltError(f"{compiler} failed: {in_a_line(done.stderr)}")
+            raise NotBuiltError(f"{compiler} failed: {' '.join(done.stderr.split())[:200]}")
         os.replace(made, path)
