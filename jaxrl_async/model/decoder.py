@@ -47,7 +47,7 @@ from jaxrl_async.model.moe import (
 )
 from jaxrl_async.model.own_layer import first_states, last_states
 from jaxrl_async.model.quantize import computed_in, scales_among, table_of
-from jaxrl_async.model.spec import LORA_OWN, ModelSpec, Params, Weight, weight_table
+from jaxrl_async.model.spec import LORA_OWN, ROWS_USED, ModelSpec, Params, Weight, weight_table
 
 UNROLL = 4
 """Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
@@ -425,6 +425,7 @@ def flat_forward(
             scales=scales_among(weights),
             adapted=adapted_names(weights),
             chosen=LORA_OWN in weights,
+            masked=ROWS_USED in weights,
             cached=True,
         )
         layer: Layer = nnx.merge(graph, weights)
@@ -440,7 +441,8 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
         return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
     if PACKED_HEAD in params:
         y = _final_norm(spec, params, x)
-        return bounded(packed_product(y, params[PACKED_HEAD], spec.vocab), spec.scales)
+        logits = packed_product(y, params[PACKED_HEAD], spec.vocab, params.get(ROWS_USED))
+        return bounded(logits, spec.scales)
     head = output_head(spec, params).astype(x.dtype)
     y = _final_norm(spec, params, x)
     return bounded(jnp.matmul(y, head, preferred_element_type=jnp.float32), spec.scales)

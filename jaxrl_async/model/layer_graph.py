@@ -23,13 +23,14 @@ def layer_graph(
     scales: str = "",
     adapted: tuple[str, ...] = (),
     chosen: bool = False,
+    masked: bool = False,
     cached: bool = False,
 ) -> Any:
     """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
     Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
     layer = partial(
         _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
-        scales=scales, adapted=adapted, chosen=chosen,
+        scales=scales, adapted=adapted, chosen=chosen, masked=masked,
     )  # fmt: skip
     graph, _ = nnx.split(nnx.eval_shape(layer))
     return graph

@@ -23,6 +23,7 @@ from jaxrl_async.model.spec import (
     LORA_B,
     LORA_DROP,
     LORA_OWN,
+    ROWS_USED,
     SCALE,
     ModelSpec,
     Weight,
@@ -134,7 +135,7 @@ class Layer(nnx.Module):
     scales of quantised matrices, see quantize.py; they are not fused. adapted: names of the
     matrices that have an adapter beside them, and LORA_DROP in an update with dropout, see lora.py;
     adapters are not fused. chosen: each row uses its own columns of the adapter, see
-    adapter_stack.py.
+    adapter_stack.py. masked: only the tokens of ROWS_USED need be computed.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Layer(nnx.Module):
         scales: str = "",
         adapted: tuple[str, ...] = (),
         chosen: bool = False,
+        masked: bool = False,
     ) -> None:
         self.spec, self.fused, self.mixed = spec, fused, mixed
         self.scales, self.adapted, self.chosen = scales, adapted, chosen
@@ -161,6 +163,7 @@ class Layer(nnx.Module):
         beside = {n + end: () for n in names for end in (LORA_A, LORA_B)}
         beside |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
         beside |= {LORA_OWN: ()} if chosen else {}
+        beside |= {ROWS_USED: ()} if masked else {}
         if scales:
             beside |= {n + scales: () for n, w in table[stack].items() if is_matrix(n, w)}
         for name, shape in (shapes | beside).items():
@@ -212,7 +215,8 @@ class Layer(nnx.Module):
     def _times_base(self, x: Array, name: str) -> Array:
         weight = getattr(self, name)[...]
         if self.fused and weight.ndim == 3:
-            return packed_product(x, weight)
+            used = getattr(self, ROWS_USED)[...] if hasattr(self, ROWS_USED) else None
+            return packed_product(x, weight, used=used)
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
         if not self.scales:

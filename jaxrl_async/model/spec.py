@@ -56,6 +56,9 @@ LORA_DROP = "lora_drop"
 """Name of what an update drops of a layer's adapter's inputs, see lora.py."""
 LORA_OWN = "lora_own"
 """Beside a layer's matrices: which columns of all adapters each row uses, see adapter_stack.py."""
+ROWS_USED = "rows_used"
+"""Beside a layer's weights and those of the head, [n] bool: the tokens that count, where padding
+and rows that have ended need not be computed."""
 
 Params = Any
 """Arrays, or their shapes, in the tree of a table of weights: nested dicts."""

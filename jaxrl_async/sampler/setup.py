@@ -302,7 +302,7 @@ def build_engine(
         mesh=mesh,
         dtype=dtype,
         ragged=ragged,
-        cpu_products=cpu_kernels and not mixed,
+        cpu_products=cpu_kernels and not mixed and spec.own is None,
         cpu_attention=cpu_kernels
         and not ragged
         and section.attention == "auto"

@@ -42,6 +42,9 @@ def test_products_are_those_of_float64_and_each_row_is_alone(inputs: int, output
     assert (np.abs(whole - exact) <= bound).all()
     for count in (1, 2, 3, 5, 12, 13, 24, 31):
         assert (product(x[:count]) == whole[:count]).all(), count
+    for used in (np.arange(40) < 17, rng.random(40) < 0.4, np.zeros(40, bool)):
+        part = np.asarray(packed_product(x, ready, outputs, jnp.asarray(used)))
+        assert (part[used] == whole[used]).all() and not part[~used].any()
     assert packed_product(x.reshape(4, 10, inputs), ready, outputs).shape == (4, 10, outputs)
 
 

@@ -24,17 +24,24 @@ def packed(weight: Array) -> Array:
     return jnp.swapaxes(whole.reshape(-1, PANEL, inputs), 1, 2)
 
 
-def packed_product(x: Array, weight: Array, outputs: int = 0) -> Array:
-    """Return x [..., D] times a `packed` weight, [..., E] float32.
+def packed_product(x: Array, weight: Array, outputs: int = 0, used: Array | None = None) -> Array:
+    """Return x [..., D] times a `packed` weight, [..., E] float32. A token's result does not depend
+    on the other tokens.
 
-    outputs: E; 0: those of whole panels. A token's result does not depend on the other tokens.
+    Args:
+        x: [..., D] float32.
+        weight: see `packed`.
+        outputs: E; 0: those of whole panels.
+        used: [...] bool, the tokens that are computed; the others cost nothing, and get zeros.
+            None: all.
     """
     outputs = outputs or weight.shape[0] * PANEL
     rows = x.reshape(-1, x.shape[-1])
     call = jax.ffi.ffi_call(
         target_of("product"), jax.ShapeDtypeStruct((rows.shape[0], outputs), jnp.float32)
     )
-    return call(rows, weight).reshape(*x.shape[:-1], outputs)
+    mask = jnp.zeros(0, bool) if used is None else used.reshape(-1)
+    return call(rows, weight, mask).reshape(*x.shape[:-1], outputs)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:

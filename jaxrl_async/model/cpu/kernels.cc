@@ -1,6 +1,6 @@
 // The sampler's products and its attention on CPUs, as XLA's foreign functions.
 //
-// product   x [n, D] times packed weights [ceil(E / 32), D, 32] -> [n, E]
+// product   x [n, D] times packed weights [ceil(E / 32), D, 32] -> [n, E], of the rows in use
 // rotate    rotary positions of queries or keys
 // attend    one token a row: write its key and value into its page, attend to the row's pages
 //
@@ -118,23 +118,48 @@ void panel_product(const float* x, int64_t n, int64_t D, const float* panels, fl
   }
 }
 
-ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
-                   ffi::ResultBuffer<ffi::F32> y) {
-  const int64_t n = x.dimensions()[0], D = x.dimensions()[1], E = y->dimensions()[1];
-  const int64_t panels = weight.dimensions()[0];
-  if (weight.dimensions()[1] != D || (E + kPanel - 1) / kPanel != panels)
-    return ffi::Error::InvalidArgument("product: shapes do not fit");
-  const float *a = x.typed_data(), *w = weight.typed_data();
-  float* out = y->typed_data();
-  const int64_t together = n <= 2 ? 4 : 1;
+// Multiply all rows [n, D] with all panels.
+void whole_product(ffi::ThreadPool& pool, const float* x, int64_t n, int64_t D, const float* w,
+                   float* y, int64_t E) {
+  const int64_t panels = (E + kPanel - 1) / kPanel, together = n <= 2 ? 4 : 1;
   each(pool, (panels + together - 1) / together, static_cast<double>(n) * D * E, [&](int64_t i) {
     const int64_t first = i * together, left = E - first * kPanel;
     if (together == 4 && left >= 4 * kPanel)
-      return panel_product<4>(a, n, D, w + first * D * kPanel, out + first * kPanel, E, 4 * kPanel);
+      return panel_product<4>(x, n, D, w + first * D * kPanel, y + first * kPanel, E, 4 * kPanel);
     for (int64_t p = first; p < std::min(first + together, panels); ++p)
-      panel_product<1>(a, n, D, w + p * D * kPanel, out + p * kPanel, E,
+      panel_product<1>(x, n, D, w + p * D * kPanel, y + p * kPanel, E,
                        static_cast<int>(std::min<int64_t>(kPanel, E - p * kPanel)));
   });
+}
+
+// Arguments: x [n, D], packed weights, used [n] or [0]: rows that are computed; the others are 0.
+ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                   ffi::Buffer<ffi::PRED> used, ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t n = x.dimensions()[0], D = x.dimensions()[1], E = y->dimensions()[1];
+  if (weight.dimensions()[1] != D || (E + kPanel - 1) / kPanel != weight.dimensions()[0])
+    return ffi::Error::InvalidArgument("product: shapes do not fit");
+  const float *from = x.typed_data(), *w = weight.typed_data();
+  float* to = y->typed_data();
+  const bool* is_used = used.element_count() ? used.typed_data() : nullptr;
+  const int64_t count = is_used ? std::count(is_used, is_used + n, true) : n;
+  const bool leads = !is_used || std::find(is_used, is_used + n, false) - is_used == count;
+  if (leads) {  // the used rows are the first ones
+    whole_product(pool, from, count, D, w, to, E);
+    std::fill(to + count * E, to + n * E, 0.0f);
+    return ffi::Error::Success();
+  }
+  thread_local std::vector<float> inputs, outputs;
+  inputs.resize(count * D);
+  outputs.resize(count * E);
+  for (int64_t r = 0, i = 0; r < n; ++r)
+    if (is_used[r]) std::memcpy(inputs.data() + i++ * D, from + r * D, D * sizeof(float));
+  whole_product(pool, inputs.data(), count, D, w, outputs.data(), E);
+  for (int64_t r = 0, i = 0; r < n; ++r) {
+    if (is_used[r])
+      std::memcpy(to + r * E, outputs.data() + i++ * E, E * sizeof(float));
+    else
+      std::fill(to + r * E, to + (r + 1) * E, 0.0f);
+  }
   return ffi::Error::Success();
 }
 
@@ -344,6 +369,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_product, product,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend, attend,

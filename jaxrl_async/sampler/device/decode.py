@@ -30,7 +30,7 @@ from jaxrl_async.sampler.device.arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.insertion import choose_experts, stacked_routes
+from jaxrl_async.sampler.device.insertion import choose_experts, of_tokens, stacked_routes
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
 
 
@@ -209,6 +209,7 @@ def _forward(
 ) -> _Loop:
     """Run the drawn tokens through the decoder: keep their KV, compute the next logits."""
     positions = loop.next_positions
+    weights = of_tokens(spec, weights, _running(spec, loop))
     keys, values = list(loop.kv.k), list(loop.kv.v)
     sinks = decoder.sinks_in(spec.model, weights.layers)
     if spec.ragged:
@@ -240,6 +241,12 @@ def _forward(
         kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
         logits=decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed),
     )
+
+
+def _running(spec: EngineSpec, loop: _Loop) -> Array:
+    """Return which rows drew a token in this step, [R] bool."""
+    owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
+    return owners < spec.total_slots
 
 
 def _attend_columns(
@@ -286,8 +293,7 @@ def _attend_pages(
     a layer with a window only those that hold it."""
     R, G = positions.shape[0], spec.page_tokens
     page = jnp.take_along_axis(loop.tables, (positions // G)[:, None], axis=1)[:, 0]
-    owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
-    running = owners < spec.total_slots  # a row that has ended still computes, but writes nothing
+    running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
     page = jnp.where(running, page, pages[0].shape[0])
     seen = jnp.where(running, positions, 0)  # of a row that has ended, some token
     kernel = partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
@@ -324,8 +330,7 @@ def _attend_on_cpu(
     """Return attention over the pages (`pages`: keys and values of each layer) by the CPU's own
     kernel, which writes the new tokens, too."""
     keys, values = pages
-    owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
-    positions = jnp.where(owners < spec.total_slots, loop.next_positions, -1)
+    positions = jnp.where(_running(spec, loop), loop.next_positions, -1)
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])

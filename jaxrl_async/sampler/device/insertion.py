@@ -18,7 +18,7 @@ from jaxrl_async.model.decoder import packed_head
 from jaxrl_async.model.layers import packed_layer
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.model.spec import Params, is_stack
+from jaxrl_async.model.spec import ROWS_USED, Params, is_stack
 from jaxrl_async.sampler.device.arguments import (
     DecodeState,
     EngineWeights,
@@ -64,6 +64,15 @@ def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
     if spec.cpu_products and not quantized:
         layers, rest = [packed_layer(layer) for layer in layers], packed_head(spec.model, rest)
     return EngineWeights(rest, layers)
+
+
+def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
+    """Return weights for tokens of which these count [n] bool: the CPU's own products skip the
+    others."""
+    if not spec.cpu_products:
+        return weights
+    layers = [{**layer, ROWS_USED: used} for layer in weights.layers]
+    return weights._replace(params={**weights.params, ROWS_USED: used}, layers=layers)
 
 
 def prepare_adapter(spec: EngineSpec, adapter: Params) -> list[Params]:
@@ -129,6 +138,8 @@ def prefill(
         assert kv is not None
         before = cache.gather(kv, chunk.tables, spec.model.head_dim)
     columns = None if before is None else before.k[0].shape[-1]
+    counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(chunk.lengths)
+    layers = of_tokens(spec, weights, counted).layers
     kinds, sinks = spec.model.kinds, decoder.sinks_in(spec.model, weights.layers)
     sights = {kind.window: _sight(chunk, kind.window, columns) for kind in spec.model.pattern}
     keys: list[Array] = []
@@ -153,7 +164,7 @@ def prefill(
     x = decoder.flat_forward(
         spec.model,
         weights.params,
-        layers_with_stack(spec.room, weights.layers, weights.stack, chunk.places),
+        layers_with_stack(spec.room, layers, weights.stack, chunk.places),
         chunk.token_ids,
         chunk.positions,
         attend,
