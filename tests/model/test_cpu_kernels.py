@@ -12,7 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxrl_async.model import layers
-from jaxrl_async.model.cpu.calls import attend_pages, packed, packed_product, rotated
+from jaxrl_async.model.cpu.calls import (
+    NewTokens,
+    attend_new_tokens,
+    attend_pages,
+    packed,
+    packed_product,
+    rotated,
+)
 from jaxrl_async.model.cpu.library import kernels_are_there
 from jaxrl_async.model.kernels import Scoring
 
@@ -126,6 +133,58 @@ def _attended(
         total = odds.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
         out.append(odds @ each_v[group] / total)
     return np.stack(out)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "page", "scoring", "has_sinks"),
+    [
+        (8, 2, 64, 32, Scoring(), False),
+        (4, 4, 8, 4, Scoring(window=5, cap=3.0), True),
+        (6, 2, 80, 16, Scoring(), True),
+        (5, 1, 40, 16, Scoring(window=40), False),
+    ],
+)
+def test_new_tokens_see_their_pages_and_each_other_as_in_float64(
+    heads: int, kv_heads: int, width: int, page: int, scoring: Scoring, has_sinks: bool
+) -> None:
+    """Sequences of uneven lengths, with nothing, part of a page and several pages before them."""
+    rng = np.random.default_rng(heads)
+
+    def drawn(*shape: int) -> NDArray[np.float32]:
+        return rng.normal(size=shape).astype(np.float32)
+
+    starts = np.array([0, page // 2, 2 * page, 3 * page + 1, 0], np.int32)
+    lengths = np.array([1, 70, 33, 5, 0], np.int32)  # the last is padding
+    begins = np.concatenate([[0], np.cumsum(lengths)[:-2], [0]]).astype(np.int32)
+    n, most, pages = int(lengths.sum()) + 4, 4, 20
+    tables = rng.permutation(pages).reshape(5, most).astype(np.int32)
+    keys, values = drawn(pages, kv_heads, width, page), drawn(pages, kv_heads, page, width)
+    q, k, v = drawn(n, heads, width), *(drawn(n, kv_heads, width) for _ in range(2))
+    sinks = drawn(heads) if has_sinks else None
+
+    @jax.jit
+    def attended(*arrays: jax.Array) -> jax.Array:
+        q, k, v, keys, values = arrays
+        tokens = NewTokens(*map(jnp.asarray, (begins, starts, lengths, tables)))
+        return attend_new_tokens(q, (k, v), (keys, values), tokens, scoring, sinks)
+
+    out = np.asarray(attended(q, k, v, keys, values))
+    assert not out[lengths.sum() :].any()
+    for begin, start, length, table in zip(begins, starts, lengths, tables, strict=True):
+        new = slice(begin, begin + length)
+        before = [np.concatenate([a[t].swapaxes(1, 2) for t in table], 1) for a in (keys,)]
+        before += [np.concatenate([values[t] for t in table], 1)]
+        all_k, all_v = (
+            np.concatenate([old[:, :start], np.swapaxes(x[new], 0, 1)], axis=1)
+            for old, x in zip(before, (k, v), strict=True)
+        )
+        for i in range(length):
+            wanted = _attended(
+                q[begin + i], all_k.swapaxes(1, 2)[None], all_v[None], np.zeros(1, np.int32),
+                int(start) + i, scoring, sinks,
+            )  # fmt: skip
+            np.testing.assert_allclose(out[begin + i], wanted, atol=3e-6)
 
 
 @needs_kernels

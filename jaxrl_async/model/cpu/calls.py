@@ -1,8 +1,10 @@
 """Call the CPU kernels from programs of JAX. `library.kernels_are_there` must have returned true.
 
 Shapes: n tokens, D inputs, E outputs, R rows, H heads, N KV heads, K head width, P pages, G tokens
-a page, W pages of the longest table.
+a page, W pages of the longest table, B sequences.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,14 +80,58 @@ def attend_pages(
     Returns what was attended [R, H, K], and the pages.
     """
     keys, values = pages
-    if sinks is None:
-        sinks = jnp.zeros(0, jnp.float32)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
     call = jax.ffi.ffi_call(target_of("attend"), results, input_output_aliases={3: 1, 4: 2})
     out, keys, values = call(
-        q, *new, keys, values, tables, positions, sinks,
-        window=np.int64(scoring.window),
-        scale=np.float32(q.shape[-1] ** -0.5),
-        cap=np.float32(scoring.cap),
-    )  # fmt: skip
+        q, *new, keys, values, tables, positions, _or_none(sinks), **_attributes(q, scoring)
+    )
     return out, keys, values
+
+
+class NewTokens(NamedTuple):
+    """Which of n packed tokens are of which sequence; a sequence's tokens lie together."""
+
+    begins: Array  # [B] int32, index into n of its first one
+    starts: Array  # [B] int32, tokens of it that its pages hold already
+    lengths: Array  # [B] int32, tokens of it among the n; 0: padding
+    tables: Array  # [B, W] int32, its pages; those before `starts` must be there
+
+
+def attend_new_tokens(
+    q: Array,
+    new: tuple[Array, Array],
+    pages: tuple[Array, Array],
+    tokens: NewTokens,
+    scoring: Scoring = PLAIN,
+    sinks: Array | None = None,
+) -> Array:
+    """Attend causally within sequences: to what their pages hold, and among their new tokens.
+
+    Args:
+        q: queries [n, H, K] float32.
+        new: keys and values [n, N, K] of the new tokens.
+        pages: keys [P, N, K, G] and values [P, N, G, K].
+        tokens: whose they are; what is of no sequence gets zeros.
+        scoring: window and cap, see kernels.Scoring.
+        sinks: [H], see attention.softmax_with_sinks.
+
+    Returns [n, H, K].
+    """
+    call = jax.ffi.ffi_call(target_of("attend_new"), jax.ShapeDtypeStruct(q.shape, q.dtype))
+    begins, starts, lengths, tables = (jnp.asarray(x, jnp.int32) for x in tokens)
+    out: Array = call(
+        q, *new, *pages, tables, begins, starts, lengths, _or_none(sinks), **_attributes(q, scoring)
+    )
+    return out
+
+
+def _or_none(sinks: Array | None) -> Array:
+    return jnp.zeros(0, jnp.float32) if sinks is None else sinks
+
+
+def _attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
+    return {
+        "window": np.int64(scoring.window),
+        "scale": np.float32(q.shape[-1] ** -0.5),
+        "cap": np.float32(scoring.cap),
+    }

@@ -1,8 +1,9 @@
 // The sampler's products and its attention on CPUs, as XLA's foreign functions.
 //
-// product   x [n, D] times packed weights [ceil(E / 32), D, 32] -> [n, E], of the rows in use
-// rotate    rotary positions of queries or keys
-// attend    one token a row: write its key and value into its page, attend to the row's pages
+// product     x [n, D] times packed weights [ceil(E / 32), D, 32] -> [n, E], of the rows in use
+// rotate      rotary positions of queries or keys
+// attend      one token a row: write its key and value into its page, attend to the row's pages
+// attend_new  new tokens of some sequences: attend to the sequence's pages, and among themselves
 //
 // A row's result does not depend on the other rows of a call: sums run in one order.
 
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -189,49 +191,74 @@ struct Shape {
   float scale, cap;
 };
 
-// Scores of G queries against the tokens of a page: queries [g, K], keys [K, G] -> [g, stride].
-void page_scores(const float* q, const float* keys, int g, const Shape& s, float* scores,
-                 int64_t stride) {
-  if (s.G % kLanes == 0) {
-    for (int h = 0; h < g; ++h)
-      for (int64_t t = 0; t < s.G; t += 2 * kLanes) {
-        const bool both = t + 2 * kLanes <= s.G;
-        Lanes a{}, b{};
-        for (int64_t d = 0; d < s.K; ++d) {
-          const float one = q[h * s.K + d];
-          a += one * load(keys + d * s.G + t);
-          if (both) b += one * load(keys + d * s.G + t + kLanes);
-        }
-        store(scores + h * stride + t, a);
-        if (both) store(scores + h * stride + t + kLanes, b);
-      }
+constexpr int kQueries = 4;  // that share what is loaded of keys and values
+
+// Scores of Q queries [K] against columns of keys [K, ld]; out has room for whole lanes of columns.
+template <int Q>
+void scores_of(const float* const* q, const float* keys, int64_t ld, int64_t columns, int64_t K,
+               float* const* out) {
+  if (ld % kLanes) {
+    for (int h = 0; h < Q; ++h) {
+      std::fill(out[h], out[h] + columns, 0.0f);
+      for (int64_t d = 0; d < K; ++d)
+        for (int64_t t = 0; t < columns; ++t) out[h][t] += q[h][d] * keys[d * ld + t];
+    }
     return;
   }
-  for (int h = 0; h < g; ++h) {
-    float* out = scores + h * stride;
-    std::fill(out, out + s.G, 0.0f);
-    for (int64_t d = 0; d < s.K; ++d)
-      for (int64_t t = 0; t < s.G; ++t) out[t] += q[h * s.K + d] * keys[d * s.G + t];
+  int64_t t = 0;
+  for (; t + kLanes < columns; t += 2 * kLanes) {
+    Lanes sums[Q][2]{};
+    for (int64_t d = 0; d < K; ++d) {
+      const Lanes first = load(keys + d * ld + t), second = load(keys + d * ld + t + kLanes);
+      for (int h = 0; h < Q; ++h) {
+        sums[h][0] += q[h][d] * first;
+        sums[h][1] += q[h][d] * second;
+      }
+    }
+    for (int h = 0; h < Q; ++h) {
+      store(out[h] + t, sums[h][0]);
+      store(out[h] + t + kLanes, sums[h][1]);
+    }
+  }
+  if (t < columns) {
+    Lanes sums[Q]{};
+    for (int64_t d = 0; d < K; ++d)
+      for (int h = 0; h < Q; ++h) sums[h] += q[h][d] * load(keys + d * ld + t);
+    for (int h = 0; h < Q; ++h) store(out[h] + t, sums[h]);
   }
 }
 
-// Add the values [count, K] of some tokens by their weights [g, stride] to out [g, K].
-void page_values(const float* weights, int64_t stride, const float* values, int64_t count, int g,
-                 int64_t K, float* out) {
-  constexpr int kWide = 4;
+// Add values [count, K], rows ld apart, to out [K] of Q queries by their weights [count].
+template <int Q>
+void values_of(const float* const* weights, const float* values, int64_t ld, int64_t count,
+               int64_t K, float* const* out) {
   int64_t k = 0;
-  for (; k + kWide * kLanes <= K; k += kWide * kLanes)
-    for (int h = 0; h < g; ++h) {
-      Lanes sums[kWide];
-      for (int p = 0; p < kWide; ++p) sums[p] = load(out + h * K + k + p * kLanes);
-      for (int64_t t = 0; t < count; ++t)
-        for (int p = 0; p < kWide; ++p)
-          sums[p] += weights[h * stride + t] * load(values + t * K + k + p * kLanes);
-      for (int p = 0; p < kWide; ++p) store(out + h * K + k + p * kLanes, sums[p]);
+  for (; k + 2 * kLanes <= K; k += 2 * kLanes) {
+    Lanes sums[Q][2];
+    for (int h = 0; h < Q; ++h)
+      for (int p = 0; p < 2; ++p) sums[h][p] = load(out[h] + k + p * kLanes);
+    for (int64_t t = 0; t < count; ++t) {
+      const Lanes first = load(values + t * ld + k), second = load(values + t * ld + k + kLanes);
+      for (int h = 0; h < Q; ++h) {
+        sums[h][0] += weights[h][t] * first;
+        sums[h][1] += weights[h][t] * second;
+      }
     }
-  for (int h = 0; h < g; ++h)
+    for (int h = 0; h < Q; ++h)
+      for (int p = 0; p < 2; ++p) store(out[h] + k + p * kLanes, sums[h][p]);
+  }
+  for (int h = 0; h < Q; ++h)
     for (int64_t t = 0; t < count; ++t)
-      for (int64_t i = k; i < K; ++i) out[h * K + i] += weights[h * stride + t] * values[t * K + i];
+      for (int64_t i = k; i < K; ++i) out[h][i] += weights[h][t] * values[t * ld + i];
+}
+
+// Call go with a number from 1 to kQueries as a constant.
+template <int Q = kQueries, typename Go>
+void by_number(int count, const Go& go) {
+  if constexpr (Q > 0) {
+    if (count == Q) return go(std::integral_constant<int, Q>{});
+    by_number<Q - 1>(count, go);
+  }
 }
 
 // Turn scores [count] into weights, in place, and return what divides their sum.
@@ -259,32 +286,72 @@ float weigh(float* scores, int64_t count, const Shape& s, const float* sink) {
   return 1.0f / sum;
 }
 
-// Attend with the queries [g, K] of one KV head of a row to its tokens at [begin, position].
-void attend_head(const float* q, const float* keys, const float* values, const int32_t* table,
-                 int64_t head, int64_t position, const float* sinks, const Shape& s, float* out) {
-  const int g = static_cast<int>(s.H / s.N);
-  const int64_t begin = s.window ? std::max<int64_t>(0, position + 1 - s.window) : 0;
-  const int64_t first = begin / s.G, last = position / s.G;
-  const int64_t stride = (last - first + 1) * s.G, page = s.N * s.K * s.G;
+// Keys [K, key_ld] and values [count, K], rows value_ld apart, of the positions from `first` on.
+struct Segment {
+  const float *keys, *values;
+  int64_t key_ld, value_ld, first, count;
+};
+
+// A query at a position: what it attends to goes to `out`.
+struct Query {
+  const float* q;
+  int64_t position;
+  const float* sink;
+  float* out;
+};
+
+int64_t seen_from(int64_t position, const Shape& s) {
+  return s.window ? std::max<int64_t>(0, position + 1 - s.window) : 0;
+}
+
+// Attend with some queries of one KV head, at most kQueries, to segments of ascending positions.
+void attend_together(const Query* queries, int count, const std::vector<Segment>& segments,
+                     const Shape& s) {
   thread_local std::vector<float> scores;
-  if (static_cast<int64_t>(scores.size()) < g * stride) scores.resize(g * stride);
-  for (int64_t i = first; i <= last; ++i)
-    page_scores(q, keys + table[i] * page + head * s.K * s.G, g, s,
-                scores.data() + (i - first) * s.G, stride);
-  const int64_t skipped = begin - first * s.G, count = position + 1 - begin;
-  float shares[64];
-  for (int h = 0; h < g; ++h)
-    shares[h] =
-        weigh(scores.data() + h * stride + skipped, count, s, sinks ? sinks + h : nullptr);
-  std::fill(out, out + g * s.K, 0.0f);
-  for (int64_t i = first; i <= last; ++i) {
-    const int64_t from = std::max(begin, i * s.G), until = std::min(position + 1, (i + 1) * s.G);
-    page_values(scores.data() + from - first * s.G, stride,
-                values + table[i] * page + (head * s.G + from - i * s.G) * s.K, until - from, g,
-                s.K, out);
+  const int64_t base = segments.front().first;
+  const int64_t total = segments.back().first + segments.back().count - base;
+  const int64_t stride = (total + 3 * kLanes) / kLanes * kLanes;
+  if (static_cast<int64_t>(scores.size()) < kQueries * stride) scores.resize(kQueries * stride);
+  const float *q[kQueries], *weights[kQueries];
+  float *at[kQueries], *out[kQueries], shares[kQueries];
+  for (int i = 0; i < count; ++i) q[i] = queries[i].q, out[i] = queries[i].out;
+  for (const Segment& segment : segments) {
+    for (int i = 0; i < count; ++i) at[i] = scores.data() + i * stride + segment.first - base;
+    const auto go = [&](auto tag) {
+      scores_of<decltype(tag)::value>(q, segment.keys, segment.key_ld, segment.count, s.K, at);
+    };
+    by_number(count, go);
   }
-  for (int h = 0; h < g; ++h)
-    for (int64_t k = 0; k < s.K; ++k) out[h * s.K + k] *= shares[h];
+  for (int i = 0; i < count; ++i) {
+    float* row = scores.data() + i * stride;
+    const int64_t position = queries[i].position;
+    const int64_t from = std::max<int64_t>(0, seen_from(position, s) - base);
+    const int64_t until = position + 1 - base;
+    std::fill(row, row + from, 0.0f);
+    std::fill(row + until, row + std::max(until, total), 0.0f);
+    shares[i] = weigh(row + from, until - from, s, queries[i].sink);
+    std::fill(out[i], out[i] + s.K, 0.0f);
+  }
+  for (const Segment& segment : segments) {
+    for (int i = 0; i < count; ++i) weights[i] = scores.data() + i * stride + segment.first - base;
+    const auto go = [&](auto tag) {
+      values_of<decltype(tag)::value>(weights, segment.values, segment.value_ld, segment.count,
+                                      s.K, out);
+    };
+    by_number(count, go);
+  }
+  for (int i = 0; i < count; ++i)
+    for (int64_t k = 0; k < s.K; ++k) out[i][k] *= shares[i];
+}
+
+// Add the pages of a KV head that hold the positions [begin, end) to segments.
+void add_pages(const float* keys, const float* values, const int32_t* table, int64_t head,
+               int64_t begin, int64_t end, const Shape& s, std::vector<Segment>& segments) {
+  for (int64_t i = begin / s.G; i * s.G < end; ++i) {
+    const int64_t place = (table[i] * s.N + head) * s.K * s.G, first = i * s.G;
+    segments.push_back(
+        {keys + place, values + place, s.G, s.K, first, std::min(s.G, end - first)});
+  }
 }
 
 // Arguments: queries [R, H, K], new keys and values [R, N, K], pages [P, N, K, G] and [P, N, G, K],
@@ -299,7 +366,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   const auto qs = q.dimensions(), ks = keys.dimensions();
   const int64_t R = qs[0], W = tables.dimensions()[1], P = ks[0];
   const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
-  if (qs[2] != s.K || s.H % s.N || s.H / s.N > 64)
+  if (qs[2] != s.K || s.H % s.N)
     return ffi::Error::InvalidArgument("attend: shapes do not fit");
   float *key_pages = new_keys->typed_data(), *value_pages = new_values->typed_data();
   if (key_pages != keys.typed_data()) {  // XLA has not given one memory to both
@@ -324,8 +391,89 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
     for (int64_t d = 0; d < s.K; ++d) key[d * s.G] = k.typed_data()[from + d];
     std::memcpy(value_pages + ((page * s.N + head) * s.G + column) * s.K, v.typed_data() + from,
                 s.K * sizeof(float));
-    attend_head(q.typed_data() + (r * s.H + head * g) * s.K, key_pages, value_pages, table, head,
-                position, has_sinks ? sinks.typed_data() + head * g : nullptr, s, to);
+    thread_local std::vector<Segment> segments;
+    segments.clear();
+    add_pages(key_pages, value_pages, table, head, seen_from(position, s), position + 1, s,
+              segments);
+    for (int64_t h = 0; h < g; h += kQueries) {
+      Query queries[kQueries];
+      const int some = static_cast<int>(std::min<int64_t>(kQueries, g - h));
+      for (int i = 0; i < some; ++i) {
+        const int64_t number = head * g + h + i;
+        queries[i] = {q.typed_data() + (r * s.H + number) * s.K, position,
+                      has_sinks ? sinks.typed_data() + number : nullptr, to + (h + i) * s.K};
+      }
+      attend_together(queries, some, segments, s);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: queries [n, H, K], keys and values [n, N, K] of new tokens; pages [P, N, K, G] and
+// [P, N, G, K] of what is before them; tables [B, W]; of each sequence where in n its tokens begin
+// [B], how many are in pages [B], and how many are new [B]; sinks [H] or [0]. Result: [n, H, K].
+ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                      ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> keys,
+                      ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
+                      ffi::Buffer<ffi::S32> begins, ffi::Buffer<ffi::S32> starts,
+                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks,
+                      ffi::ResultBuffer<ffi::F32> out, int64_t window, float scale, float cap) {
+  const auto qs = q.dimensions(), ks = keys.dimensions();
+  const int64_t n = qs[0], B = tables.dimensions()[0], W = tables.dimensions()[1];
+  const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
+  if (qs[2] != s.K || s.H % s.N)
+    return ffi::Error::InvalidArgument("attend_new: shapes do not fit");
+  constexpr int64_t kTile = 32;  // tokens of a task
+  struct Task {
+    int64_t sequence, first;
+  };
+  std::vector<Task> tasks;
+  double work = 0;
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t begin = begins.typed_data()[b], count = lengths.typed_data()[b];
+    const int64_t start = starts.typed_data()[b];
+    if (begin < 0 || count < 0 || begin + count > n || start < 0 || start > W * s.G)
+      return ffi::Error::InvalidArgument("attend_new: a sequence does not fit");
+    for (int64_t i = 0; i < count; i += kTile) tasks.push_back({b, i});
+    work += 2.0 * count * (start + count) * s.H * s.K;
+  }
+  std::fill(out->typed_data(), out->typed_data() + n * s.H * s.K, 0.0f);
+  const int64_t g = s.H / s.N;
+  each(pool, static_cast<int64_t>(tasks.size()) * s.N, work, [&](int64_t number) {
+    const Task task = tasks[number / s.N];
+    const int64_t head = number % s.N, b = task.sequence;
+    const int64_t begin = begins.typed_data()[b], start = starts.typed_data()[b];
+    const int64_t until = std::min<int64_t>(task.first + kTile, lengths.typed_data()[b]);
+    const int64_t seen = seen_from(start + task.first, s);  // of the first token of the tile
+    const int64_t from = std::max<int64_t>(0, seen - start), count = until - from;
+    const int64_t ld = (count + kLanes - 1) / kLanes * kLanes;
+    thread_local std::vector<float> turned;  // [K, ld] keys of the new tokens
+    turned.assign(s.K * ld, 0.0f);
+    for (int64_t t = 0; t < count; ++t) {
+      const float* key = k.typed_data() + ((begin + from + t) * s.N + head) * s.K;
+      for (int64_t d = 0; d < s.K; ++d) turned[d * ld + t] = key[d];
+    }
+    thread_local std::vector<Segment> segments;
+    segments.clear();
+    if (seen < start)
+      add_pages(keys.typed_data(), values.typed_data(), tables.typed_data() + b * W, head, seen,
+                start, s, segments);
+    segments.push_back({turned.data(), v.typed_data() + ((begin + from) * s.N + head) * s.K, ld,
+                        s.N * s.K, start + from, count});
+    Query queries[kQueries];
+    int some = 0;
+    for (int64_t i = task.first; i < until; ++i)
+      for (int64_t h = head * g; h < (head + 1) * g; ++h) {
+        const int64_t place = ((begin + i) * s.H + h) * s.K;
+        queries[some++] = {q.typed_data() + place, start + i,
+                           sinks.element_count() ? sinks.typed_data() + h : nullptr,
+                           out->typed_data() + place};
+        if (some == kQueries || (i + 1 == until && h + 1 == (head + 1) * g)) {
+          segments.back().count = i + 1 - from;  // the last of them sees no further
+          attend_together(queries, some, segments, s);
+          some = 0;
+        }
+      }
   });
   return ffi::Error::Success();
 }
@@ -385,6 +533,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend, attend,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend_new, attend_new,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")

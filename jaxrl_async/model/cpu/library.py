@@ -33,7 +33,7 @@ OPTIONS = (
 )
 LIMIT_S = 120.0
 """Longest time that the compiler may take."""
-NAMES = ("product", "rotate", "attend")
+NAMES = ("product", "rotate", "attend", "attend_new")
 
 _log = logging.getLogger(__name__)
 

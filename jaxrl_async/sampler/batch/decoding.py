@@ -26,7 +26,8 @@ def decode_args(
     """
     longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
     context_pages = context_pages_of(spec, longest)
-    num_rows = shapes.decode_rows(len(rows), spec.slots)
+    rows_of = shapes.coarse_rows if spec.cpu_attention else shapes.decode_rows
+    num_rows = rows_of(len(rows), spec.slots)
     args = DecodeArgs(
         rows=pad_to(num_rows, [r.slot_index for r in rows], spec.total_slots),
         reserve=pad_to(spec.reserve, [r.slot_index for r in reserve], 0),

@@ -23,12 +23,24 @@ from jaxrl_async.sampler.device.sampling import Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 from jaxrl_async.types import IntArray
 
+MANY_LOGITS = 2**21
+"""Logits that are not worth moving to save a program."""
+
 
 class Cells(NamedTuple):
     """Where in the pages the tokens of a chunk go."""
 
     pages: IntArray  # [n] int32; a page beyond the last is padding
     offsets: IntArray  # [n] int32, index in the page
+
+
+class Sizes(NamedTuple):
+    """For what a prefill is compiled."""
+
+    rows: int  # sequences
+    length: int  # columns that a sequence is padded to; 1: it is not, only its begin is told
+    tokens: int  # of all sequences
+    width: int  # pages of the longest table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +85,20 @@ def plan_chunks(
     planned = shapes.plan_prefill(sizes, budget)
     if images is not None:
         planned = tuple(_with_whole_images(piece, waiting, images) for piece in planned)
+    if spec.cpu_attention and images is None:
+        most = min(shapes.TOGETHER, spec.total_slots)
+        for first in range(0, len(planned), most):
+            some = planned[first : first + most]
+            size = shapes.coarse_bucket(sum(piece.count for piece in some), budget)
+            parts = [(waiting[piece.index], piece.count) for piece in some]
+            yield make_chunk(parts, Sizes(most, 1, size, spec.num_pages(spec.max_length)), spec)
+        return
     for length, pieces in shapes.by_bucket(planned):
         parts = [(waiting[piece.index], piece.count) for piece in pieces]
-        yield make_chunk(parts, length, spec, images)
+        rows = shapes.rows_bucket(len(parts))
+        size = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
+        width = shapes.steps_of_half(spec.num_pages(max(piece.start for piece in pieces)))
+        yield make_chunk(parts, Sizes(rows, length, size, width), spec, images)
 
 
 def _with_whole_images(
@@ -87,14 +110,12 @@ def _with_whole_images(
 
 def make_chunk(
     parts: list[tuple[Prefilling, int]],
-    length: int,
+    sizes: Sizes,
     spec: EngineSpec,
     images: ImageStore | None = None,
 ) -> Chunk:
-    """Pack the next tokens of some requests, each at most `length` of them; images: see
-    plan_chunks."""
-    rows = shapes.rows_bucket(len(parts))
-    n = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
+    """Pack the next tokens of some requests; images: see plan_chunks."""
+    rows, length, n, width = sizes
     tokens, positions, cell_indices, places = (np.zeros(n, np.int32) for _ in range(4))
     begins = np.full(n, NO_IMAGE, np.int32)
     cells = Cells(np.full(n, spec.pages, np.int32), np.zeros(n, np.int32))
@@ -107,7 +128,7 @@ def make_chunk(
         tokens[begin:end] = prefilling.token_ids[start : start + count]
         positions[begin:end] = where
         cell_indices[begin:end] = row * length + np.arange(count)
-        token_indices[row, :count] = np.arange(begin, end)
+        token_indices[row, :count] = np.arange(begin, end)[:length]
         cells.pages[begin:end] = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
         cells.offsets[begin:end] = where % spec.page_tokens
         starts[row], lengths[row] = start, count
@@ -115,7 +136,6 @@ def make_chunk(
         if images is not None:
             begins[begin:end] = images.begins(prefilling.token_ids)[where]
         begin = end
-    width = shapes.steps_of_half(spec.num_pages(int(starts.max())))
     tables = np.full((rows, width), spec.pages, np.int32)
     for row, (prefilling, _) in enumerate(parts):
         tables[row] = page_table(prefilling.pages, width, spec.pages)
@@ -150,7 +170,7 @@ def insert_args(
         for p in leader.followers
         if len(leader.token_ids) % spec.page_tokens
     ]
-    size = shapes.rows_bucket(max(1, len(pairs)))
+    size = _inserted_bucket(len(pairs), spec)
     num_copies = size if copies else 0  # as many as slots, not one more shape to compile for
     return InsertArgs(
         pages=cells.pages,
@@ -163,11 +183,20 @@ def insert_args(
     )
 
 
+def _inserted_bucket(pairs: int, spec: EngineSpec) -> int:
+    """Return for how many slots an insert is compiled: for all, where programs are to be few and
+    their logits are small."""
+    if spec.cpu_attention and spec.total_slots * spec.model.vocab <= MANY_LOGITS:
+        return shapes.rows_bucket(spec.total_slots)
+    return shapes.rows_bucket(max(1, pairs))
+
+
 def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:
     """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
     prefix, and where it goes. The last token is left out: its logits must be computed."""
     n = min(kv.shape[2], len(prefilling.token_ids) - 1)
-    size = shapes.tokens_bucket(max(n, 1), 1 << 30)
+    bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
+    size = bucket(max(n, 1), 1 << 30)
     where = np.arange(n)
     pages = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
     cells = Cells(pad_to(size, pages, spec.pages), pad_to(size, where % spec.page_tokens, 0))

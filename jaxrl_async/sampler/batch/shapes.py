@@ -14,6 +14,11 @@ from numpy.typing import DTypeLike, NDArray
 SMALLEST_BUCKET = 16
 """Shortest prefill length that is compiled, tokens."""
 
+FEW_TOKENS = 256
+"""Least number of packed tokens that coarse_bucket gives."""
+TOGETHER = 64
+"""Most sequences of a prefill where padding costs little."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -67,6 +72,15 @@ def tokens_bucket(tokens: int, most: int) -> int:
     return min(max(SMALLEST_BUCKET, steps_of_half(tokens)), most)
 
 
+def coarse_bucket(tokens: int, most: int) -> int:
+    """Return the padded number of packed tokens where padding costs little: 256, 2048, 16384, ...,
+    or `most` where that is less and holds them."""
+    bucket = FEW_TOKENS
+    while bucket < tokens:
+        bucket *= 8
+    return most if tokens <= most < bucket else bucket
+
+
 def steps_of_half(count: int) -> int:
     """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`; 0 for 0."""
     if count <= 0:
@@ -82,6 +96,13 @@ def decode_rows(running: int, slots: int) -> int:
     while rows % 2 == 0 and rows // 2 >= max(running, 4, slots // 8):
         rows //= 2
     return rows
+
+
+def coarse_rows(running: int, slots: int) -> int:
+    """Return how many rows decode where rows that do not run cost little: all slots, or an eighth
+    of them if that holds the running requests."""
+    few = max(slots // 8, 4)
+    return few if running <= few < slots else slots
 
 
 def pad_to(

@@ -14,6 +14,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import empty_stack, layers_with_stack, put_adapter
 from jaxrl_async.model.attention import reference, same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.decoder import packed_head
 from jaxrl_async.model.layers import packed_layer
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
@@ -132,16 +133,15 @@ def prefill(
 
     kv: None where the tables name no page.
     """
-    B, T = chunk.token_indices.shape
-    before = None
-    if chunk.tables.shape[1]:
-        assert kv is not None
-        before = cache.gather(kv, chunk.tables, spec.model.head_dim)
-    columns = None if before is None else before.k[0].shape[-1]
-    counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(chunk.lengths)
+    lengths = _without_padding(chunk)
+    counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
     layers = of_tokens(spec, weights, counted).layers
-    kinds, sinks = spec.model.kinds, decoder.sinks_in(spec.model, weights.layers)
-    sights = {kind.window: _sight(chunk, kind.window, columns) for kind in spec.model.pattern}
+    sinks = decoder.sinks_in(spec.model, weights.layers)
+    if spec.cpu_attention and chunk.images is None:
+        assert kv is not None
+        attend_one = _attend_new(spec, kv, chunk, sinks)
+    else:
+        attend_one = _attend_padded(spec, kv, chunk, sinks)
     keys: list[Array] = []
     values: list[Array] = []
     chosen: list[Array] = []
@@ -149,17 +149,7 @@ def prefill(
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         keys.append(k)
         values.append(v)
-        attended = cache.attend_chunk(
-            q[chunk.token_indices],
-            k[chunk.token_indices],
-            v[chunk.token_indices],
-            sights[kinds[i].window][0],
-            None if before is None else (before.k[i], before.v[i]),
-            sights[kinds[i].window][1],
-            spec.model.scales.attention_cap,
-            sinks[i],
-        )
-        return attended.reshape(B * T, *attended.shape[2:])[chunk.cell_indices]
+        return attend_one(i, q, k, v)
 
     x = decoder.flat_forward(
         spec.model,
@@ -174,9 +164,61 @@ def prefill(
         choose=choose_experts(spec, chosen),
         images=chunk.images,
     )
-    last = jnp.take_along_axis(chunk.token_indices, (chunk.lengths - 1)[:, None], axis=1)[:, 0]
-    logits = decoder.next_logits(spec.model, weights.params, x[last], mixed=spec.mixed)
+    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
+    params = of_tokens(spec, weights, lengths > 0).params
+    logits = decoder.next_logits(spec.model, params, x[last], mixed=spec.mixed)
     return Prefix(NewKV(tuple(keys), tuple(values)), logits, stacked_routes(spec, chosen))
+
+
+def _without_padding(chunk: PrefillArgs) -> Array:
+    """Return the new tokens of each sequence [B], 0 for padding: that begins where the first
+    sequence does."""
+    begins = jnp.asarray(chunk.token_indices)[:, 0]
+    is_padding = (begins == 0) & (jnp.arange(begins.shape[0]) > 0)
+    return jnp.where(is_padding, 0, chunk.lengths)
+
+
+def _attend_padded(
+    spec: EngineSpec, kv: PagedKV | None, chunk: PrefillArgs, sinks: list[Array | None]
+) -> decoder.Attend:
+    """Return attention over sequences padded to the same length, and copies of their pages."""
+    B, T = chunk.token_indices.shape
+    before = None
+    if chunk.tables.shape[1]:
+        assert kv is not None
+        before = cache.gather(kv, chunk.tables, spec.model.head_dim)
+    columns = None if before is None else before.k[0].shape[-1]
+    kinds = spec.model.kinds
+    sights = {kind.window: _sight(chunk, kind.window, columns) for kind in spec.model.pattern}
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        attended = cache.attend_chunk(
+            q[chunk.token_indices],
+            k[chunk.token_indices],
+            v[chunk.token_indices],
+            sights[kinds[i].window][0],
+            None if before is None else (before.k[i], before.v[i]),
+            sights[kinds[i].window][1],
+            spec.model.scales.attention_cap,
+            sinks[i],
+        )
+        return attended.reshape(B * T, *attended.shape[2:])[chunk.cell_indices]
+
+    return attend
+
+
+def _attend_new(
+    spec: EngineSpec, kv: PagedKV, chunk: PrefillArgs, sinks: list[Array | None]
+) -> decoder.Attend:
+    """Return attention by the CPU's own kernel: no padding, and the pages as they are."""
+    begins = jnp.asarray(chunk.token_indices)[:, 0]
+    tokens = NewTokens(begins, chunk.starts, _without_padding(chunk), chunk.tables)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        return attend_new_tokens(q, (k, v), (kv.k[i], kv.v[i]), tokens, scoring, sinks[i])
+
+    return attend
 
 
 def _sight(chunk: PrefillArgs, window: int, columns: int | None) -> tuple[Array, Array | None]:
