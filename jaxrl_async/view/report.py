@@ -20,7 +20,14 @@ from jaxrl_async.metrics.recorder import METRICS_FILE
 from jaxrl_async.view.answers import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
-MODULES = ("source.js", "charts.js", "samples.js", "page.js")
+MODULES = (
+    "source.js",
+    "elements.js",
+    "charts.js",
+    "conversation.js",
+    "samples.js",
+    "page.js",
+)
 """The page's modules, each after those that it imports."""
 ALL_POINTS = 24_000
 """Points of all curves together; a curve has LEAST_POINTS or more, and MOST_POINTS at most."""

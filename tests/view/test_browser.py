@@ -132,6 +132,28 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown.wait_for_selector(".bar meter")
 
 
+CONTEXTS = [
+    {
+        "parts": [
+            [False, "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n6*7?<|im_end|>\n"],
+            [True, 'I ask.<tool_call>{"name": "multiply"}</tool_call><|im_end|>'],
+            [False, "\n<|im_start|>tool\n42<img src=x onerror=document.title='hit'><|im_end|>\n"],
+            [True, "It is 42."],
+        ]
+    },
+    {"after": 0, "shared": 1234, "parts": [[False, "<|im_start|>user\nSure?"], [True, "Yes."]]},
+]
+
+
+def write_conversations(root: Path) -> None:
+    """Two episodes of a group that begin with the same words, one of two contexts."""
+    other = [{"parts": [*CONTEXTS[0]["parts"][:2], [False, "\n<|im_start|>tool\nno answer"]]}]
+    with (root / "samples.jsonl").open("a") as file:
+        for contexts in (CONTEXTS, other):
+            sample = {"step": 500, "group": 7, "prompt": "6*7?", "completion": "...", "reward": 1.0}
+            file.write(json.dumps({**sample, "turns": 2, "contexts": contexts}) + "\n")
+
+
 EVIL = "</script><img src=x onerror=\"document.title='hit'\">"
 
 
@@ -145,6 +167,7 @@ def report(tmp_path, request):
     write_run(root, 0, 120)
     write_run(root / "warm_start", 1, 9)
     (root / "config.yaml").write_text(f"run: {EVIL}\n")
+    write_conversations(root)
     evil = {"step": 119, "prompt": EVIL, "completion": EVIL, "reward": 0.5, "stop": EVIL}
     with (root / "samples.jsonl").open("a") as file:
         file.write(json.dumps(evil) + "\n")
@@ -174,8 +197,9 @@ def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(re
     report.fill("#search", "")
     sees(report.locator(".chart")).to_have_count(charts)
     report.click("[data-tab=samples]")
-    sees(report.locator("#samples")).to_contain_text("25 samples")
-    sees(report.locator(".completion").first).to_have_text(EVIL)
+    sees(report.locator("#samples")).to_contain_text("27 samples")
+    sees(report.locator(".turn").first).to_contain_text("Be short.")
+    sees(report.locator(".completion", has_text="</script>")).to_have_text(EVIL)
     report.fill("[name=least]", "1")
     report.fill("[name=last]", "30")
     sees(report.locator("#samples > .hint")).to_have_text("4 samples")
@@ -202,6 +226,25 @@ def test_a_drag_in_a_report_looks_closer_at_all_charts_but_the_warm_starts(repor
     assert changed == [True] * (len(changed) - 1) + [False], "the last is of the warm start"
     report.click("[data-tab=ages]")
     sees(report.locator(".bar meter")).to_have_count(2)
+
+
+def test_conversations_are_shown_by_role_with_their_branches(page):
+    shown, root = page
+    write_conversations(root / "grpo-0")
+    shown.click("[data-tab=samples]")
+    shown.select_option("[name=run]", "grpo-0")
+    shown.fill("[name=first]", "500")
+    sees(shown.locator("#samples > .hint")).to_have_text("2 samples", timeout=20_000)
+    first, second = shown.locator(".sample").all()
+    roles = first.locator(".context").first.locator(".role").all_inner_texts()
+    assert roles == ["system", "user", "policy", "tool", "policy"]
+    assert first.locator(".call").inner_text().startswith("<tool_call>")
+    branch = first.locator(".context.branch")
+    assert "goes on from the first 1,234 tokens of context 1" in branch.inner_text()
+    assert branch.locator(".role").all_inner_texts() == ["user", "policy"]
+    assert "begins as the group's first sample: 2 parts" in second.inner_text()
+    assert second.locator(".context > .turn .role").all_inner_texts() == ["tool"]
+    assert shown.locator(".sample img").count() == 0 and shown.title() != "hit"
 
 
 @pytest.mark.parametrize(

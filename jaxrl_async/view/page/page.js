@@ -1,7 +1,8 @@
 // The page: which runs, which view, and, of a server, a look every two seconds.
 
 import { colorOf, draw, linesOf, shown } from "./charts.js";
-import { browse, make } from "./samples.js";
+import { make } from "./elements.js";
+import { browse } from "./samples.js";
 import { ask, extentOf, report } from "./source.js";
 
 const EVERY_MS = 2000;
