@@ -141,7 +141,7 @@ CONTEXTS = [
             [True, "It is 42."],
         ]
     },
-    {"after": 0, "shared": 1234, "parts": [[False, "<|im_start|>user\nSure?"], [True, "Yes."]]},
+    {"after": 0, "shared": 1234, "parts": [[False, "<user>Sure?"], [True, "Yes."]]},
 ]
 
 

@@ -2,8 +2,12 @@
 
 import { make } from "./elements.js";
 
-// The marks with which chat formats begin a message (ChatML, Llama 3, Gemma, GLM and Phi).
-const ROLE = /<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>|<start_of_turn>\s*(\w+)|<\|(system|user|assistant|observation|tool)\|>/g;
+// The marks with which chat formats begin a message: ChatML, Llama 3, Gemma, GLM and Phi; then, where
+// there is none of them, those of the project's own small tokenizers.
+const MARKS = [
+  /<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>|<start_of_turn>\s*(\w+)|<\|(system|user|assistant|observation|tool)\|>/g,
+  /<(system|user|assistant|tool)>/g,
+];
 const CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)/g;
 
 /** Cut text that was not drawn into messages: [{role, text}]; role "" before the first mark. */
@@ -13,7 +17,8 @@ export function messagesOf(text) {
   const add = (to) => {
     if (text.slice(from, to).trim()) messages.push({ role, text: text.slice(from, to).replace(/^\n/, "") });
   };
-  for (const found of text.matchAll(ROLE)) {
+  const marks = MARKS.find((one) => text.search(one) >= 0) ?? MARKS[0];
+  for (const found of text.matchAll(marks)) {
     add(found.index);
     role = found.slice(1).find(Boolean);
     from = found.index + found[0].length;
