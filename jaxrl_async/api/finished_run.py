@@ -9,8 +9,8 @@ from typing import Any
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.metrics.charts import points
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.metrics.series import points
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import Paths
 

@@ -12,8 +12,8 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from jaxrl_async.metrics.charts import Line, number, points, thinned, ticks
 from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
+from jaxrl_async.metrics.series import Line, number, points, thinned, ticks
 
 WIDTH, LEFT, RIGHT = 760, 70, 14
 CURVES_TOP, CURVES_BOTTOM = 34, 190

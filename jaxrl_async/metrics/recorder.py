@@ -15,6 +15,8 @@ from jaxrl_async.metrics.metric import metric_of
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+WARM_START = "warm_start"
+"""Folder of the warm start's own metrics, inside the run folder."""
 SUPERSEDED = ".superseded.jsonl"
 """Suffix of the files that receive lines which a resumed run will write again."""
 

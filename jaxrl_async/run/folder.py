@@ -13,7 +13,7 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.report import WARM_START
+from jaxrl_async.metrics.recorder import WARM_START
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized

@@ -34,11 +34,10 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
-from jaxrl_async.metrics.charts import accuracy_points, points
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.metrics.report import write_report
+from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
@@ -54,6 +53,7 @@ from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
+from jaxrl_async.view.report import write_report
 
 Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""

@@ -30,6 +30,7 @@ from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
+from jaxrl_async.run.conversations import contexts_of
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
@@ -181,7 +182,7 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
     """Return the first two episodes of some groups, for people.
 
     An episode of several turns, and one whose environment wrote its opening, is shown whole with
-    its special tokens: what is not drawn is there, too.
+    its special tokens: what is not drawn is there, too. One of several turns has its `contexts`.
     """
     return [
         {
@@ -195,6 +196,7 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
             "tokens": token_facts(episode, tokenizer),
+            **({"contexts": contexts_of(episode, tokenizer)} if episode.num_turns > 1 else {}),
         }
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]

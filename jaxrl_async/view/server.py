@@ -4,16 +4,15 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.report import SECTIONS
-from jaxrl_async.view.watched import SampleFilter, WatchedRun
+from jaxrl_async.view.answers import ANSWERS, Answer, Query
+from jaxrl_async.view.watched import WatchedRun
 
 log = logging.getLogger(__name__)
 
@@ -21,21 +20,17 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/source.js": ("source.js", "text/javascript; charset=utf-8"),
+    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
+    "/conversation.js": ("conversation.js", "text/javascript; charset=utf-8"),
     "/samples.js": ("samples.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
     "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
 }
 """Address, file and type of what the page is made of."""
-MAX_POINTS = 2000
-"""Most points of a curve in one answer."""
-MAX_SAMPLES = 100
-"""Most samples in one answer."""
-LAST_STEP = 2**62
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 """What the page may load and run: nothing from elsewhere, and no text of a sample as a script."""
-
-Query = Mapping[str, Sequence[str]]
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -93,7 +88,7 @@ class ViewHandler(BaseHTTPRequestHandler):
         else:
             self._answer(ANSWERS[url.path], query)
 
-    def _answer(self, answer: "Answer", query: Query) -> None:
+    def _answer(self, answer: Answer, query: Query) -> None:
         try:
             found = answer(self.server.runs, query)
         except (KeyError, ValueError) as error:
@@ -133,95 +128,3 @@ class ViewHandler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Log a call at the level of debugging."""
         log.debug(format, *args)
-
-
-# ---- what is asked
-
-Runs = Mapping[str, WatchedRun]
-Answer = Callable[[Runs, Query], Any]
-
-
-def overview(runs: Runs, query: Query) -> Any:
-    """Return each run's state, and a word that changes with its files."""
-    return [{"name": name, "seen": run.look(), "state": run.state()} for name, run in runs.items()]
-
-
-def layout(runs: Runs, query: Query) -> Any:
-    """Return the charts, by section, of what at least one run has measured; and all metrics."""
-    present = {key for run in runs.values() for key in run.measured()}
-    sections: list[dict[str, Any]] = []
-    for title, charts in SECTIONS:
-        kept: list[dict[str, Any]] = [
-            {"title": c.title, "unit": c.unit, "curves": [x for x in c.curves if x[0] in present]}
-            for c in charts
-        ]
-        sections.append({"title": title, "charts": [chart for chart in kept if chart["curves"]]})
-    parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
-    if parts:
-        curves = [(key, key.partition("/")[2]) for key in parts]
-        chart = {"title": "Parts of the reward", "unit": "reward", "curves": curves}
-        sections[0]["charts"].append(chart)
-    metrics = [{**told(key), "key": key} for key in sorted(present)]
-    return {"sections": [s for s in sections if s["charts"]], "metrics": metrics}
-
-
-def told(key: str) -> dict[str, str]:
-    """Return what is declared of a metric; nothing, if another version of the package wrote it."""
-    try:
-        metric = metric_of(key)
-    except AssertionError:
-        return {"key": key, "unit": "", "about": ""}
-    return {"key": metric.key, "unit": metric.unit, "about": metric.help}
-
-
-def curves(runs: Runs, query: Query) -> Any:
-    """Return the curves of the metrics `key`, of a run, between two steps."""
-    run = runs[query["run"][0]]
-    first, last = _number(query, "first", 0), _number(query, "last", LAST_STEP)
-    most = min(_number(query, "points", 600), MAX_POINTS)
-    return run.curves(list(query.get("key", ())), first, last, max(most, 2))
-
-
-def totals(runs: Runs, query: Query) -> Any:
-    """Return the sums of a run's metrics that begin with `prefix`."""
-    return runs[query["run"][0]].totals(query["prefix"][0])
-
-
-def samples(runs: Runs, query: Query) -> Any:
-    """Return a run's samples that are wanted: how many there are, and a page of them."""
-    wanted = SampleFilter(
-        text=(query.get("text") or [""])[0],
-        first_step=_number(query, "first", None),
-        last_step=_number(query, "last", None),
-        least_reward=_fraction(query, "least"),
-        most_reward=_fraction(query, "most"),
-        stop=(query.get("stop") or [""])[0],
-    )
-    most = min(_number(query, "count", 20), MAX_SAMPLES)
-    found, page = runs[query["run"][0]].samples(wanted, _number(query, "skip", 0), most)
-    return {"found": found, "samples": page}
-
-
-def identity(runs: Runs, query: Query) -> Any:
-    """Return what made a run."""
-    return runs[query["run"][0]].identity()
-
-
-ANSWERS: dict[str, Answer] = {
-    "/api/runs": overview,
-    "/api/layout": layout,
-    "/api/curves": curves,
-    "/api/totals": totals,
-    "/api/samples": samples,
-    "/api/identity": identity,
-}
-
-
-def _number(query: Query, name: str, usual: Any) -> Any:
-    given = (query.get(name) or [""])[0]
-    return max(int(given), 0) if given else usual
-
-
-def _fraction(query: Query, name: str) -> float | None:
-    given = (query.get(name) or [""])[0]
-    return float(given) if given else None

@@ -17,7 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE
+from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
+from jaxrl_async.view.sections import WARM
 
 MAX_LINE = 2**24
 """Longest line that is read, bytes."""
@@ -104,6 +105,31 @@ class Column:
         return [self.steps[i] for i in places], [self.values[i] for i in places]
 
 
+@dataclass(slots=True)
+class WatchedMetrics:
+    """A file of metrics by column. prefix: what the columns' names begin with, before the keys."""
+
+    file: GrowingFile
+    prefix: str = ""
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read on. A metric that was never finite has an empty column."""
+        void, lines = self.file.news()
+        if void:
+            self.columns.clear()
+        for _, raw in lines:
+            line = _object(raw)
+            step = line.pop("step", None)
+            if not isinstance(step, int):
+                continue
+            for key, value in line.items():
+                column = self.columns.setdefault(self.prefix + key, Column())
+                if isinstance(value, int | float) and isfinite(value):
+                    column.put(step, float(value))
+        self.file.at = self.file.last_at  # the last line may be written anew
+
+
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
     """Which samples are wanted; None: any."""
@@ -144,32 +170,22 @@ class WatchedRun:
         """Look at nothing yet. name: what the page calls it, unlike any other."""
         self.root, self.name = root, name
         self._lock = threading.Lock()
-        self._metrics = GrowingFile(root / METRICS_FILE)
+        self._metrics = WatchedMetrics(GrowingFile(root / METRICS_FILE))
+        self._warm = WatchedMetrics(GrowingFile(root / WARM_START / METRICS_FILE), WARM)
         self._samples_file = GrowingFile(root / SAMPLES_FILE)
-        self._columns: dict[str, Column] = {}
         self._samples: list[Sample] = []
 
     def look(self) -> str:
         """Read on; return a word that differs if anything has changed."""
         with self._lock:
-            self._read_metrics()
+            self._metrics.read()
+            self._warm.read()
             self._read_samples()
-            stamps = (*self._metrics.stamp, *self._samples_file.stamp)
-            return "-".join(map(str, stamps))
+            files = (self._metrics.file, self._warm.file, self._samples_file)
+            return "-".join(str(number) for file in files for number in file.stamp)
 
-    def _read_metrics(self) -> None:
-        void, lines = self._metrics.news()
-        if void:
-            self._columns.clear()
-        for _, raw in lines:
-            line = _object(raw)
-            step = line.pop("step", None)
-            if not isinstance(step, int):
-                continue
-            for key, value in line.items():
-                if isinstance(value, int | float) and isfinite(value):
-                    self._columns.setdefault(key, Column()).put(step, float(value))
-        self._metrics.at = self._metrics.last_at  # the last line may be written anew
+    def _columns(self) -> dict[str, Column]:
+        return {**self._metrics.columns, **self._warm.columns}
 
     def _read_samples(self) -> None:
         void, lines = self._samples_file.news()
@@ -192,26 +208,48 @@ class WatchedRun:
 
     def state(self) -> str:
         """Return "running" while a process holds the run's lock, else "finished" or "stopped"."""
-        if _is_locked(self.root / "lock"):
-            return "running"
+        return "running" if _is_locked(self.root / "lock") else self.outcome()
+
+    def outcome(self) -> str:
+        """Return "finished" if the run has written what it makes, else "stopped"."""
         done = (self.root / "policy", self.root / "reward_model")
         return "finished" if any(path.is_dir() for path in done) else "stopped"
 
     def measured(self) -> list[str]:
         """Return the metrics that have a finite value."""
         with self._lock:
-            return sorted(self._columns)
+            return sorted(key for key, column in self._columns().items() if column.steps)
 
     def curves(self, keys: list[str], first: int, last: int, most: int) -> dict[str, Points]:
         """Return the curves of some metrics; see Column.between."""
         with self._lock:
-            found = {key: self._columns[key] for key in keys if key in self._columns}
+            known = self._columns()
+            found = {key: known[key] for key in keys if key in known and known[key].steps}
             return {key: column.between(first, last, most) for key, column in found.items()}
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """Return all (step, value) of a metric."""
+        with self._lock:
+            column = self._columns().get(key, Column())
+            return list(zip(column.steps, column.values, strict=True))
 
     def totals(self, prefix: str) -> dict[str, float]:
         """Return the sums over all steps of the metrics that begin so."""
         with self._lock:
-            return {k: sum(c.values) for k, c in self._columns.items() if k.startswith(prefix)}
+            return {k: sum(c.values) for k, c in self._columns().items() if k.startswith(prefix)}
+
+    def extents(self) -> dict[str, tuple[float, ...]]:
+        """Return each metric's first, last, least and largest value; () if it was never finite."""
+        with self._lock:
+            return {
+                key: (c.values[0], c.values[-1], min(c.values), max(c.values)) if c.steps else ()
+                for key, c in sorted(self._columns().items())
+            }
+
+    def steps(self) -> int:
+        """Return the number of the newest step, 0 if there is none."""
+        with self._lock:
+            return max((c.steps[-1] for c in self._metrics.columns.values() if c.steps), default=0)
 
     def samples(self, wanted: SampleFilter, skip: int, most: int) -> tuple[int, list[Any]]:
         """Return how many samples are wanted, and some of them, the newest steps first.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.view.__main__ import made_server
+from jaxrl_async.view.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -114,7 +115,7 @@ def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
     assert shown.locator(".token").first.get_attribute("title").startswith("log-prob")
     shown.fill("[name=least]", "1")
     shown.fill("[name=last]", "30")
-    sees(shown.locator("#samples")).to_contain_text("4 samples")
+    sees(shown.locator("#samples > .hint")).to_have_text("4 samples")
     assert "onerror" in shown.locator(".completion").first.inner_text()
     assert shown.title() != "hit", "no text of a sample is run"
 
@@ -123,12 +124,140 @@ def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
 def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown, _ = page
     shown.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "ages", "identity"):
+    for tab in ("curves", "samples", "ages", "metrics", "identity"):
         shown.click(f"[data-tab={tab}]")
         shown.wait_for_timeout(300)
         assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
     shown.click("[data-tab=ages]")
     shown.wait_for_selector(".bar meter")
+
+
+CONTEXTS = [
+    {
+        "parts": [
+            [False, "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n6*7?<|im_end|>\n"],
+            [True, 'I ask.<tool_call>{"name": "multiply"}</tool_call><|im_end|>'],
+            [False, "\n<|im_start|>tool\n42<img src=x onerror=document.title='hit'><|im_end|>\n"],
+            [True, "It is 42."],
+        ]
+    },
+    {"after": 0, "shared": 1234, "parts": [[False, "<user>Sure?"], [True, "Yes."]]},
+]
+
+
+def write_conversations(root: Path) -> None:
+    """Two episodes of a group that begin with the same words, one of two contexts."""
+    other = [{"parts": [*CONTEXTS[0]["parts"][:2], [False, "\n<|im_start|>tool\nno answer"]]}]
+    with (root / "samples.jsonl").open("a") as file:
+        for contexts in (CONTEXTS, other):
+            sample = {"step": 500, "group": 7, "prompt": "6*7?", "completion": "...", "reward": 1.0}
+            file.write(json.dumps({**sample, "turns": 2, "contexts": contexts}) + "\n")
+
+
+EVIL = "</script><img src=x onerror=\"document.title='hit'\">"
+
+
+@pytest.fixture
+def report(tmp_path, request):
+    """A browser's page of a report, opened as a file, without a network."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    root = tmp_path / "demo"
+    write_run(root, 0, 120)
+    write_run(root / "warm_start", 1, 9)
+    (root / "config.yaml").write_text(f"run: {EVIL}\n")
+    write_conversations(root)
+    evil = {"step": 119, "prompt": EVIL, "completion": EVIL, "reward": 0.5, "stop": EVIL}
+    with (root / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(evil) + "\n")
+    path, wrong, asked = write_report(root), [], []
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        options = {"viewport": {"width": 1280, "height": 760}} | getattr(request, "param", {})
+        shown = browser.new_context(offline=True, **options).new_page()
+        shown.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+        shown.on("pageerror", lambda error: wrong.append(str(error)))
+        shown.on("request", lambda r: asked.append(r.url))
+        shown.goto(path.as_uri())
+        yield shown
+        browser.close()
+    assert wrong == []
+    assert asked == [path.as_uri()], "nothing else is loaded"
+
+
+def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(report):
+    report.wait_for_selector(".chart canvas")
+    sees(report.locator(".tile").first).to_contain_text("119")
+    sees(report.locator("#curves")).to_contain_text("Warm start, by update")
+    sees(report.locator("#state")).to_contain_text("as of")
+    charts = report.locator(".chart").count()
+    report.fill("#search", "idle trainer")
+    sees(report.locator(".chart")).to_have_count(2)  # the run's, and its warm start's
+    report.fill("#search", "")
+    sees(report.locator(".chart")).to_have_count(charts)
+    report.click("[data-tab=samples]")
+    sees(report.locator("#samples")).to_contain_text("27 samples")
+    sees(report.locator(".turn").first).to_contain_text("Be short.")
+    sees(report.locator(".completion", has_text="</script>")).to_have_text(EVIL)
+    report.fill("[name=least]", "1")
+    report.fill("[name=last]", "30")
+    sees(report.locator("#samples > .hint")).to_have_text("4 samples")
+    report.click("[data-tab=metrics]")
+    sees(report.locator("#metrics")).to_contain_text("staleness/tokens_lag_0")
+    report.click("[data-tab=identity]")
+    sees(report.locator("#identity pre")).to_contain_text(EVIL)
+    assert report.title() == "demo" and report.locator("img").count() == 0
+
+
+def test_a_drag_in_a_report_looks_closer_at_all_charts_but_the_warm_starts(report):
+    report.wait_for_selector(".chart canvas")
+    drawn = "[...document.querySelectorAll('.chart canvas')].map((c) => c.toDataURL())"
+    before = report.evaluate(drawn)
+    box = report.locator(".u-over").first.bounding_box()
+    report.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    report.mouse.down()
+    report.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=5)
+    report.mouse.up()
+    report.mouse.move(1, 1)
+    report.wait_for_timeout(500)
+    after = report.evaluate(drawn)
+    changed = [one != other for one, other in zip(before, after, strict=True)]
+    assert changed == [True] * (len(changed) - 1) + [False], "the last is of the warm start"
+    report.click("[data-tab=ages]")
+    sees(report.locator(".bar meter")).to_have_count(2)
+
+
+def test_conversations_are_shown_by_role_with_their_branches(page):
+    shown, root = page
+    write_conversations(root / "grpo-0")
+    shown.click("[data-tab=samples]")
+    shown.select_option("[name=run]", "grpo-0")
+    shown.fill("[name=first]", "500")
+    sees(shown.locator("#samples > .hint")).to_have_text("2 samples", timeout=20_000)
+    first, second = shown.locator(".sample").all()
+    roles = first.locator(".context").first.locator(".role").all_inner_texts()
+    assert roles == ["system", "user", "policy", "tool", "policy"]
+    assert first.locator(".call").inner_text().startswith("<tool_call>")
+    branch = first.locator(".context.branch")
+    assert "goes on from the first 1,234 tokens of context 1" in branch.inner_text()
+    assert branch.locator(".role").all_inner_texts() == ["user", "policy"]
+    assert "begins as the group's first sample: 2 parts" in second.inner_text()
+    assert second.locator(".context > .turn .role").all_inner_texts() == ["tool"]
+    assert shown.locator(".sample img").count() == 0 and shown.title() != "hit"
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}],
+    indirect=True,
+)
+def test_on_a_phone_nothing_of_a_report_is_wider_than_the_screen(report):
+    report.wait_for_selector(".chart canvas")
+    for tab in ("curves", "samples", "ages", "metrics", "identity"):
+        report.click(f"[data-tab={tab}]")
+        report.wait_for_selector(f"#{tab} > *")
+        assert report.evaluate("document.documentElement.scrollWidth") <= 390, tab
 
 
 def sees(locator):

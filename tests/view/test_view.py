@@ -130,8 +130,10 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         assert learning["charts"][0]["curves"] == [["reward/mean", "mean"]]
         curves = ask(server, "/api/curves", run="b", key=["reward/mean", "no/such"], last=1)
         assert curves == {"reward/mean": [[0, 1], [0.0, 0.1]]}
-        totals = ask(server, "/api/totals", run="a", prefix="staleness/tokens_lag_")
-        assert totals == {"staleness/tokens_lag_1": 32.0}
+        (age,) = ask(server, "/api/summary", run="a")["ages"]
+        assert (age["age"], age["tokens"]) == (1, 32.0)
+        keys = [row["key"] for row in ask(server, "/api/extents", run="a")]
+        assert keys == ["reward/mean", "staleness/tokens_lag_1"]
         answer = ask(server, "/api/samples", run="a", count=1, text="script")
         assert answer["found"] == 4 and answer["samples"][0]["prompt"] == "p3"
         for path in FILES:

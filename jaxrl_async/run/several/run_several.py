@@ -18,7 +18,6 @@ from typing import TextIO
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.metrics.report import write_report
 from jaxrl_async.run.assemble import Claim, Parts
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
@@ -27,6 +26,7 @@ from jaxrl_async.run.several.assemble_several import assemble_several, folders
 from jaxrl_async.run.signals import LOOK_S, Stop, preempted
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
+from jaxrl_async.view.report import write_report
 
 log = logging.getLogger(__name__)
 

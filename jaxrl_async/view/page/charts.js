@@ -85,13 +85,15 @@ export function linesOf(chart, data, runs, look) {
   return { lines, bands };
 }
 
-const fitted = (_, low, high) => {
-  if (low == null) return [0, 1];
+const fitted = (zero) => (_, least, largest) => {
+  if (least == null) return [0, 1];
+  const [low, high] = zero ? [Math.min(least, 0), Math.max(largest, 0)] : [least, largest];
   const pad = high > low ? (high - low) * 0.06 : Math.abs(low) * 0.1 || 1;
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 };
 
-/** Draw lines into an element; return the uPlot, or null if there is nothing to draw. */
+/** Draw lines into an element; return the uPlot, or null if there is nothing to draw.
+ * onZoom: called with the steps dragged over; null: the chart's steps are its own. */
 export function draw(place, { lines, bands }, look, onZoom) {
   const positive = (v) => (look.log ? v.map((x) => (x > 0 ? x : null)) : v);
   const tables = lines.map((line) => [line.steps, positive(line.values)]);
@@ -102,10 +104,10 @@ export function draw(place, { lines, bands }, look, onZoom) {
     width: Math.max(place.clientWidth, 120),
     height: HEIGHT,
     bands,
-    cursor: { sync: { key: SYNC }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+    cursor: { ...(onZoom && { sync: { key: SYNC } }), drag: { x: Boolean(onZoom), y: false, setScale: false }, points: { size: 6 } },
     scales: {
       x: { time: false, range: look.range ?? undefined },
-      y: look.log ? { distr: 3 } : { range: fitted },
+      y: look.log ? { distr: 3 } : { range: fitted(look.zero) },
     },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 54, values: (_, ticks) => ticks.map((t) => t === null ? "" : shown(t)) }],
     series: [

@@ -1,25 +1,15 @@
-// The page: which runs, which view, and a look at the server every two seconds.
+// The page: which runs, which view, and, of a server, a look every two seconds.
 
 import { colorOf, draw, linesOf, shown } from "./charts.js";
-import { browse, make } from "./samples.js";
+import { make } from "./elements.js";
+import { browse } from "./samples.js";
+import { ask, extentOf, report } from "./source.js";
 
 const EVERY_MS = 2000;
-const token = new URLSearchParams(location.search).get("token");
 const at = (id) => document.getElementById(id);
 const look = { smooth: 0, log: false, bands: false, range: null, search: "" };
 let runs = [], hidden = new Set(), layout = null, layoutKeys = "", charts = [], tab = "curves";
 let samples = null;
-
-async function ask(path, query = {}) {
-  const words = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) {
-    for (const one of [value].flat()) words.append(name, one);
-  }
-  if (token) words.append("token", token);
-  const reply = await fetch(`${path}?${words}`);
-  if (!reply.ok) throw new Error(`${reply.status}: ${await reply.text()}`);
-  return reply.json();
-}
 
 const visible = () => runs.filter((run) => !hidden.has(run.name));
 
@@ -50,7 +40,7 @@ async function rebuild() {
   layout = await ask("/api/layout");
   layoutKeys = layout.metrics.map((metric) => metric.key).join();
   const place = at("curves");
-  place.replaceChildren();
+  place.replaceChildren(make("div", null, "tiles"));
   charts = [];
   const words = look.search.toLowerCase().split(/\s+/).filter(Boolean);
   const sections = words.length ? [found(words)] : layout.sections;
@@ -78,19 +68,39 @@ function found(words) {
     title: metric.key, unit: metric.unit, about: metric.about, curves: [[metric.key, metric.key]] })) };
 }
 
+const isWarm = (key) => key.startsWith("warm_start/");  // its updates are no steps: drawn whole
+
 async function redraw() {
-  const keys = [...new Set(charts.flatMap(({ chart }) => chart.curves.map(([key]) => key)))];
-  if (!keys.length) return;
+  summarize();
+  const all = [...new Set(charts.flatMap(({ chart }) => chart.curves.map(([key]) => key)))];
   const range = look.range
     ? { first: Math.max(0, Math.floor(look.range[0])), last: Math.ceil(look.range[1]) } : {};
+  const [steps, updates] = [all.filter((key) => !isWarm(key)), all.filter(isWarm)];
   const shownRuns = visible(), data = {};
   await Promise.all(shownRuns.map(async (run) => {
-    data[run.name] = await ask("/api/curves", { run: run.name, key: keys, ...range });
+    data[run.name] = {
+      ...(steps.length ? await ask("/api/curves", { run: run.name, key: steps, ...range }) : {}),
+      ...(updates.length ? await ask("/api/curves", { run: run.name, key: updates }) : {}),
+    };
   }));
   for (const one of charts) {
     one.plot?.destroy();
-    one.plot = draw(one.box, linesOf(one.chart, data, shownRuns, look), look, zoom);
+    const warm = isWarm(one.chart.curves[0][0]);
+    const [near, onZoom] = warm ? [{ ...look, range: null }, null] : [look, zoom];
+    one.plot = draw(one.box, linesOf(one.chart, data, shownRuns, near), { ...near, zero: one.chart.zero }, onZoom);
   }
+}
+
+async function summarize() {
+  const place = document.querySelector("#curves .tiles"), shownRuns = visible();
+  place.hidden = Boolean(look.search) || shownRuns.length !== 1;  // several are compared
+  if (place.hidden) return;
+  const { tiles } = await ask("/api/summary", { run: shownRuns[0].name });
+  place.replaceChildren(...tiles.map(({ label, value, note }) => {
+    const tile = make("div", null, "tile");
+    tile.append(make("div", label, "label"), make("div", value, "value"), make("div", note, "label"));
+    return tile;
+  }));
 }
 
 let zoomedAt = 0;
@@ -107,19 +117,47 @@ function zoom(range) {
 async function listAges() {
   const place = at("ages"), parts = [];
   for (const run of visible()) {
-    const [staleness, faults] = await Promise.all([
-      ask("/api/totals", { run: run.name, prefix: "staleness/tokens_lag_" }),
-      ask("/api/totals", { run: run.name, prefix: "faults/" }),
-    ]);
+    const { ages, dropped, faults } = await ask("/api/summary", { run: run.name });
     parts.push(make("h2", `${run.name}: learnt tokens by age, in versions`));
-    parts.push(bars(staleness, (key) => key.replace("staleness/tokens_lag_", ""), "none counted"));
-    parts.push(make("h2", `${run.name}: faults`));
-    parts.push(bars(faults, (key) => key.replace("faults/", ""), "none"));
+    parts.push(bars(Object.fromEntries(ages.map((row) => [row.age, row.tokens])), "none counted"));
+    const measured = ["reward", "length", "kl"].filter((name) => ages.some((row) => row[name] != null));
+    if (measured.length) {
+      parts.push(make("p", "Means of the tokens' episodes, over the tokens of that age:", "hint"));
+      parts.push(table(["age", ...measured], ages.map((row) =>
+        [row.age, ...measured.map((name) => (row[name] == null ? "" : shown(row[name])))])));
+    }
+    parts.push(make("h2", `${run.name}: groups dropped`), bars(dropped.groups, "none"));
+    if (dropped.tokens) parts.push(make("p", `${shown(dropped.tokens)} tokens had been drawn for them.`, "hint"));
+    parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
   }
   place.replaceChildren(...parts);
 }
 
-function bars(counts, nameOf, none) {
+function table(names, rows) {
+  const wide = make("div", null, "wide"), all = document.createElement("table");
+  for (const [cells, tag] of [[names, "th"], ...rows.map((row) => [row, "td"])]) {
+    const line = document.createElement("tr");
+    line.append(...cells.map((cell) => make(tag, cell)));
+    all.append(line);
+  }
+  wide.append(all);
+  return wide;
+}
+
+async function listMetrics() {
+  const parts = [];
+  for (const run of visible()) {
+    const metrics = await ask("/api/extents", { run: run.name });
+    const rows = metrics.map(({ key, values, unit, about }) =>
+      [key, ...(values.length ? values.map(shown) : ["never finite", "", "", ""]), unit, about]);
+    parts.push(make("h2", run.name));
+    parts.push(rows.length ? table(["key", "first", "last", "least", "largest", "unit", "meaning"], rows)
+      : make("p", "No step has been recorded yet.", "none"));
+  }
+  at("metrics").replaceChildren(...parts);
+}
+
+function bars(counts, none) {
   const box = make("div", null, "bars");
   const rows = Object.entries(counts).filter(([, count]) => count > 0)
     .sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
@@ -127,7 +165,7 @@ function bars(counts, nameOf, none) {
   for (const [key, count] of rows) {
     const row = make("div", null, "bar");
     const meter = Object.assign(document.createElement("meter"), { max: total, value: count });
-    row.append(make("span", nameOf(key)), meter, make("span", `${shown(count)} (${Math.round((100 * count) / total)} %)`));
+    row.append(make("span", key), meter, make("span", `${shown(count)} (${Math.round((100 * count) / total)} %)`));
     box.append(row);
   }
   if (!rows.length) box.append(make("span", none, "hint"));
@@ -153,6 +191,7 @@ const VIEWS = {
   curves: rebuild,
   samples: async () => { samples ??= browse(at("samples"), ask, () => runs); samples.refresh(); },
   ages: listAges,
+  metrics: listMetrics,
   identity: listIdentity,
 };
 
@@ -180,11 +219,11 @@ async function tick() {
       else await redraw();
     }
     const going = runs.filter((run) => run.state === "running").length;
-    at("state").textContent = going ? `follows ${going === 1 ? "a run" : `${going} runs`} that goes on` : "";
+    at("state").textContent = report ? extentOf() : going ? `follows ${going === 1 ? "a run" : `${going} runs`} that goes on` : "";
   } catch (error) {
     at("state").textContent = `the server does not answer (${error.message})`;
   }
-  setTimeout(tick, EVERY_MS);
+  if (!report) setTimeout(tick, EVERY_MS);
 }
 
 at("tabs").addEventListener("click", ({ target }) => {

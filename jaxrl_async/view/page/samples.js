@@ -1,15 +1,10 @@
 // The browser of samples: filters, groups side by side, tokens coloured by what is known of each.
 
 import { shown } from "./charts.js";
+import { conversationOf } from "./conversation.js";
+import { make } from "./elements.js";
 
 const PAGE = 20;
-
-export const make = (tag, text, className) => {
-  const element = document.createElement(tag);
-  if (text != null) element.textContent = text;  // never as HTML: a policy wrote it
-  if (className) element.className = className;
-  return element;
-};
 
 /** Fill the section with filters; `ask(path, query)` fetches, `runs()` lists the runs. */
 export function browse(place, ask, runs) {
@@ -86,13 +81,13 @@ function groupOf(samples, color) {
   const place = make("div", null, "group");
   const [{ step, group }] = samples;
   place.append(make("h3", group == null ? `step ${step}` : `step ${step}, group ${group}`));
-  for (const sample of samples) place.append(cardOf(sample, color));
+  for (const sample of samples) place.append(cardOf(sample, color, samples[0]));
   return place;
 }
 
-const SHOWN = new Set(["prompt", "completion", "step", "group", "reward", "tokens", "parts"]);
+const SHOWN = new Set(["prompt", "completion", "step", "group", "reward", "tokens", "parts", "contexts"]);
 
-function cardOf(sample, color) {
+function cardOf(sample, color, first) {
   const card = make("article", null, "sample");
   const facts = make("div", null, "facts");
   if (sample.reward != null) facts.append(make("span", `reward ${shown(Number(sample.reward))}`, "reward"));
@@ -103,8 +98,12 @@ function cardOf(sample, color) {
     if (SHOWN.has(name) || value == null || value === "") continue;
     facts.append(make("span", `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`));
   }
-  card.append(facts, make("pre", sample.prompt ?? "", "prompt"));
-  card.append(tokensOf(sample, color));
+  const texts = [make("pre", sample.prompt ?? "", "prompt"), tokensOf(sample, color)];
+  if (sample.contexts?.length) {
+    const tokens = make("details");
+    tokens.append(make("summary", "token by token"), ...texts);
+    card.append(facts, conversationOf(sample.contexts, first.contexts), tokens);
+  } else card.append(facts, ...texts);
   return card;
 }
 

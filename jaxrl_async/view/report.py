@@ -1,0 +1,171 @@
+"""Write a run's page as one file that needs no server: python -m jaxrl_async.view.report RUN...
+
+The file is the page that `jaxrl-async view` serves: scripts and style stand in it, and the run's
+data as JSON, which the page reads where it would ask the server (page/source.js).
+"""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.errors import DataError
+from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.view.answers import LAST_STEP, extents, identity, layout, summary
+from jaxrl_async.view.watched import SampleFilter, WatchedRun
+
+MODULES = (
+    "source.js",
+    "elements.js",
+    "charts.js",
+    "conversation.js",
+    "samples.js",
+    "page.js",
+)
+"""The page's modules, each after those that it imports."""
+ALL_POINTS = 24_000
+"""Points of all curves together; a curve has LEAST_POINTS or more, and MOST_POINTS at most."""
+LEAST_POINTS, MOST_POINTS = 60, 600
+TOKEN_BYTES = 250_000
+"""The newest samples keep what is known of each token while their JSON is not longer together."""
+SAMPLE_BYTES = 350_000
+"""Samples are left out, the oldest first, where their JSON would be longer together."""
+MAX_SAMPLES = 1000
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write run_dir/report.html from what the run has written so far; return its path.
+
+    Missing files are left out. Raises DataError if run_dir is not a folder.
+    """
+    if not run_dir.is_dir():
+        raise DataError(
+            f"{run_dir}: no such run folder. Give the folder that holds {METRICS_FILE}."
+        )
+    run = WatchedRun(run_dir, run_dir.absolute().name)
+    path = run_dir / "report.html"
+    path.write_text(page(embedded(run)), "utf-8")
+    return path
+
+
+def embedded(run: WatchedRun) -> dict[str, Any]:
+    """Return what the page knows of a run: the answers to its questions, curves and samples."""
+    run.look()
+    runs, query = {run.name: run}, {"run": [run.name]}
+    keys = run.measured()
+    most = min(max(ALL_POINTS // max(len(keys), 1), LEAST_POINTS), MOST_POINTS)
+    curves = run.curves(keys, 0, LAST_STEP, most)
+    whole = {key: len(run.points(key)) for key in keys}
+    total, newest = run.samples(SampleFilter(), 0, MAX_SAMPLES)
+    samples, tokens_left_out = within(newest, TOKEN_BYTES, SAMPLE_BYTES)
+    return {
+        "written": datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00") + " UTC",
+        "answers": {
+            "/api/runs": [{"name": run.name, "seen": "", "state": run.outcome()}],
+            "/api/layout": layout(runs, {}),
+            "/api/summary": summary(runs, query),
+            "/api/extents": extents(runs, query),
+            "/api/identity": identity(runs, query),
+        },
+        "curves": {key: [steps, rounded(values)] for key, (steps, values) in curves.items()},
+        "thinned": most if any(whole[key] > len(curves[key][0]) for key in keys) else 0,
+        "samples": samples,
+        "allSamples": total,
+        "tokensLeftOut": tokens_left_out,
+    }
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """Return values of six digits, as short as JSON has them."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[list[Any], int]:
+    """Return the samples that have room, the first ones first, and of how many of them what is
+    known of each token is left out.
+
+    token_bytes: the samples' JSON up to which tokens are kept. all_bytes: its greatest length.
+    """
+    kept: list[Any] = []
+    used = tokens_left_out = 0
+    for sample in samples:
+        size = len(as_json(sample))
+        shortened = "tokens" in sample and used + size > token_bytes
+        if shortened:
+            sample = {name: value for name, value in sample.items() if name != "tokens"}
+            size = len(as_json(sample))
+        if used + size <= all_bytes:
+            kept.append(sample)
+            used += size
+            tokens_left_out += shortened
+    return kept, tokens_left_out
+
+
+def as_json(value: Any) -> str:
+    """Encode as JSON that stays text wherever it stands in a page: it holds no `<`, `>` or `&`."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def page(data: Any) -> str:
+    """Return the page with its scripts, its style and some data in it. It may run and load nothing
+    else: its policy names the hashes of its own scripts."""
+    library, style = _file("uplot.js"), _file("uplot.css") + "\n" + _file("page.css")
+    script = "\n".join(_without_imports(_file(name)) for name in MODULES)
+    policy = (
+        f"default-src 'none'; script-src {_hashed(library)} {_hashed(script)}; "
+        f"style-src {_hashed(style)}"
+    )
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<style>{style}</style>\n<script>{library}</script>\n"
+        f'<script id="embedded" type="application/json">{as_json(data)}</script>\n'
+        f'<script type="module">{script}</script>\n'
+    )
+    before, title, rest = _file("index.html").partition("<title>Runs</title>\n")
+    assert title, "page/index.html has another title"
+    return before + title + head + re.sub(r"<(link|script) .*\n", "", rest)
+
+
+def _without_imports(module: str) -> str:
+    """Return a module's text as a part of one script that holds all of them."""
+    return re.sub(r'^import .* from "\./\w+\.js";\n|^export ', "", module, flags=re.MULTILINE)
+
+
+def _hashed(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _file(name: str) -> str:
+    return files("jaxrl_async.view").joinpath("page", name).read_text("utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the reports of the run folders named on the command line; return the exit code."""
+    usage = "usage: python -m jaxrl_async.view.report RUN ...: write RUN/report.html"
+    if "--help" in argv or "-h" in argv:
+        print(usage)
+        return 0
+    if not argv or any(word.startswith("-") for word in argv):
+        print(usage, file=sys.stderr)
+        return 2
+    try:
+        for run in argv:
+            print(write_report(Path(run)))
+    except DataError as error:
+        print(f"DataError: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

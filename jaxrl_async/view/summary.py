@@ -1,0 +1,93 @@
+"""Say what a run achieved in a few numbers: tiles, learnt tokens by age, groups dropped, faults."""
+
+from typing import Any
+
+from jaxrl_async.metrics.series import accuracy_points, number
+from jaxrl_async.view.watched import WatchedRun
+
+MEDIANS = (
+    ("throughput/generated_tokens_per_s", "tokens/s generated", False),
+    ("sampler/idle_share", "sampler idle", True),
+    ("trainer/idle_share", "trainer idle", True),
+    ("staleness/mean", "staleness", False),
+)
+"""Key, label and whether it is a percentage, of the tiles that show a median of the steps."""
+AGE_COLUMNS = ("reward", "length", "kl")
+"""Measured of the tokens of each age: `staleness/lag_<n>_...`."""
+TOKENS = "staleness/tokens_lag_"
+DROPPED = "staleness/dropped_"
+NOT_COUNTED = ("length_mean", "share")
+"""What follows DROPPED but does not count groups."""
+
+
+def tiles(run: WatchedRun) -> list[dict[str, str]]:
+    """Return labels, values and notes of the tiles: progress, quality, speed."""
+    shown = [_tile("steps", str(run.steps()))]
+    accuracy = accuracy_points(_evaluations(run))
+    if held_out := accuracy or run.points("eval/reward"):
+        kind = "accuracy" if accuracy else "reward"
+        note = f"from {held_out[0][1]:.3f} at step {held_out[0][0]}"
+        best_step, best = max(held_out, key=lambda point: point[1])
+        if best > held_out[-1][1]:
+            note += f"; best {best:.3f} at step {best_step}"
+        shown.append(_tile(f"held-out {kind}", f"{held_out[-1][1]:.3f}", note))
+    if reward := run.points("reward/mean"):
+        shown.append(_tile("reward", number(reward[-1][1]), f"from {number(reward[0][1])}"))
+    for key, label, percent in MEDIANS:
+        if values := sorted(value for _, value in run.points(key)):
+            middle = values[len(values) // 2]
+            text = f"{middle:.0%}" if percent else number(middle)
+            shown.append(_tile(label, text, "median of the steps"))
+    if seconds := sum(value for _, value in run.points("time/step_s")):
+        text = f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.1f} min"
+        shown.append(_tile("time in steps", text))
+    return shown
+
+
+def _tile(label: str, value: str, note: str = "") -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
+    """Return a line for each evaluation, as metrics.jsonl has it."""
+    lines: dict[int, dict[str, float]] = {}
+    for key in ("eval/accuracy", "eval/reward"):
+        for step, value in run.points(key):
+            lines.setdefault(step, {"step": step})[key] = value
+    return [lines[step] for step in sorted(lines)]
+
+
+def ages(run: WatchedRun) -> list[dict[str, Any]]:
+    """Return the learnt tokens of each age in versions, and what was measured of their episodes:
+    averaged over the tokens of all steps."""
+    counts = {int(k.removeprefix(TOKENS)): v for k, v in run.totals(TOKENS).items() if v > 0}
+    return [
+        {"age": age, "tokens": counts[age]} | {n: age_mean(run, age, n) for n in AGE_COLUMNS}
+        for age in sorted(counts)
+    ]
+
+
+def age_mean(run: WatchedRun, age: int, name: str) -> float | None:
+    """Return the run's mean of `staleness/lag_<age>_<name>`, or None if it was not measured.
+
+    Each step is weighted by its tokens of that age.
+    """
+    tokens = dict(run.points(f"{TOKENS}{age}"))
+    total = count = 0.0
+    for step, value in run.points(f"staleness/lag_{age}_{name}"):
+        weight = tokens.get(step, 0.0)
+        total, count = total + value * weight, count + weight
+    return total / count if count else None
+
+
+def dropped(run: WatchedRun) -> dict[str, Any]:
+    """Return the number of dropped groups by reason, and of the tokens drawn for them."""
+    sums = {key.removeprefix(DROPPED): value for key, value in run.totals(DROPPED).items()}
+    reasons = {k: v for k, v in sums.items() if k not in NOT_COUNTED and v > 0}
+    return {"groups": reasons, "tokens": sum(v for _, v in run.points("staleness/wasted_tokens"))}
+
+
+def faults(run: WatchedRun) -> dict[str, float]:
+    """Return what went wrong, and how often."""
+    sums = {key.removeprefix("faults/"): value for key, value in run.totals("faults/").items()}
+    return {kind: count for kind, count in sums.items() if count > 0}
