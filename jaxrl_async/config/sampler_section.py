@@ -47,7 +47,8 @@ class SamplerSection(Section):
     """Decode attention: dense on gathered pages, or TPU's ragged paged kernel; auto: by
     platform."""
     cpu_kernels: bool = True
-    """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a C++ compiler builds once per machine; without one, or if false, by XLA's."""
+    """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a
+    C++ compiler builds once per machine; without one, or if false, by XLA's."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
     top_k: NonNegative = 0
