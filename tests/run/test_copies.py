@@ -13,8 +13,12 @@ import pytest
 from object_store import BUCKET, environment, object_store
 from runs import CONFIGS, config_of, weights_of
 
+import jaxrl_async.view.__main__ as view
+from jaxrl_async import audit, serve
 from jaxrl_async.audit import audit_run
+from jaxrl_async.command import export
 from jaxrl_async.config.run_section import RunSection
+from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.checkpoint.store import CHECKSUMS, checksums, saved_steps
@@ -35,6 +39,11 @@ def memory():
     yield system
     if system.exists("/bucket"):
         system.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -241,6 +250,29 @@ def test_an_address_that_no_package_reads_is_refused(run):
         bring_back(run.model_copy(update={"copy_to": "nothing://b"}))
 
 
+def test_the_records_of_a_copy_are_read_without_its_checkpoints(run, memory, cache, capsys):
+    save(folder_of(run), 1)
+    (folder_of(run) / "config.yaml").write_text("run: {}")
+    (folder_of(run) / "policy").mkdir()
+    (folder_of(run) / "policy/model.safetensors").write_text("weights")
+    mirror_of(run)[0].update()
+    here = argument_here(f"{ADDRESS}/a", "records of a run")
+    found = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
+    assert found == {"config.yaml", "metrics.jsonl", OWNER}
+    assert audit.main([f"{ADDRESS}/a"]) == 2  # it has no ledger
+    assert f"{ADDRESS}/a cannot be audited" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "code"),
+    [(audit, [], 2), (export, ["OUT"], 2), (serve, [], 2), (view, [], 1)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_command_names_an_address_as_it_was_given(memory, cache, capsys, command, more, code):
+    assert command.main([f"{ADDRESS}/none", *more]) == code
+    assert f"'{ADDRESS}/none': there is nothing" in capsys.readouterr().err
+
+
 HELD = """
 import time
 from pathlib import Path
@@ -295,6 +327,15 @@ def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
         assert done.returncode == 0, done.stderr
         assert f"{BUCKET}/all/a (whole)" in " ".join(done.stdout.split())
         names = _list(env)
+        read = [sys.executable, "-m", "jaxrl_async", "audit", f"{BUCKET}/all/a"]
+        env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+        audited = subprocess.run(
+            read, cwd=ROOT, env=env, timeout=60, capture_output=True, text=True, check=True
+        )
+        assert "resumed 1 times" in audited.stdout
+        written = [sys.executable, "-m", "jaxrl_async", "export", f"{BUCKET}/all/a"]
+        subprocess.run([*written, str(tmp_path / "out")], cwd=ROOT, env=env, timeout=60, check=True)
+        assert (tmp_path / "out/model.safetensors").is_file()
     wanted = weights_of(config_of("addition", tmp_path / "alone", *TINY))
     found = weights_of(config_of("addition", here, *TINY))
     assert wanted.keys() == found.keys()
