@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
 
 USAGE = "usage: jaxrl-async audit RUN"
@@ -235,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        result = audit_run(Path(args[0]))
+        result = audit_run(argument_here(args[0], "records of a run"))
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         print(f"{args[0]} cannot be audited: {error}. Give the folder of a run.", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_async.config.schema import SamplerSection
+from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.endpoint.adapter_door import AdapterDoor
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not key:
             key = secrets.token_urlsafe(KEY_BYTES)
             print(f"key: {key}", flush=True)
+        args.folder = argument_here(args.folder, "model")
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
         given = loaded_adapters(args, policy)
         settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))
@@ -176,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="Hugging Face directory of the policy")
+    add("folder", metavar="DIR", help="Hugging Face directory of the policy, or its address")
     add("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address")
     add("--port", type=int, default=8000, help="0 takes any free one")
     add(

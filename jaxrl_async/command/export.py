@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async import __version__
+from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     try:
+        args.source = argument_here(args.source)
         _check(args)
         if "JAX_PLATFORMS" not in os.environ:  # a run may hold the accelerator
             importlib.import_module("jax").config.update("jax_platforms", "cpu")
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN|POLICY", help="folder of a run, or a policy's directory")
+    add("source", metavar="RUN|POLICY", help="of a run, or a policy; or its address")
     add("out", type=Path, metavar="OUT", help="new folder")
     add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as they are)")
     add("--step", type=int, metavar="N", help="the checkpoint after N updates of a run")

@@ -463,9 +463,28 @@ def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str
         if path is not None and "://" in path:
             yield (
                 f"{setting} = {path!r} is an address, and a run writes to folders of this machine. "
-                "Mount the bucket (gcsfuse, mountpoint-s3) and give the folder, or copy the run "
-                "when it is done."
+                "Give a folder, and for run.dir set run.copy_to to the address: the run is copied "
+                "there while it goes on, and resumed from there."
             )
+
+
+@rule()
+def a_copy_goes_to_an_address(config: Config) -> Iterator[str]:
+    """Require an address that can be written and that holds no secret: config.yaml names it."""
+    address = config.run.copy_to
+    if address is None:
+        return
+    scheme, found, rest = address.partition("://")
+    if not found or not rest or scheme in ("http", "https"):
+        yield (
+            f"run.copy_to = {address!r} is no address that can be written. Give one such as "
+            "gs://BUCKET/DIR or s3://BUCKET/DIR, or file:///DIR for a mounted folder."
+        )
+    elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest:
+        yield (
+            f"run.copy_to: the address at {scheme}:// holds a password or a query, which would be "
+            "written to config.yaml. Give keys by the environment, as its file system reads them."
+        )
 
 
 # --- all of them ---------------------------------------------------------------------------------

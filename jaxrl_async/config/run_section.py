@@ -29,6 +29,9 @@ class RunSection(Section):
     automatically."""
     overwrite: bool = False
     """Start anew even if the run's folder already holds a run; the old one is moved aside."""
+    copy_to: str | None = None
+    """Address, such as gs://BUCKET/DIR, below which the run is copied to NAME while it goes on; a
+    resumed run that is not here is fetched from there; null: no copy."""
     logs: Literal["text", "json"] = "text"
     """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
     that start elsewhere take it from the environment variable JAXRL_ASYNC_LOGS."""

@@ -60,6 +60,12 @@ def folder_here(path: str, setting: str, kind: str = "model") -> Path:
     return model_folder(path, setting, kind) if is_hub_name(path) else Path(path)
 
 
+def argument_here(path: str, kind: str = "dataset") -> Path:
+    """Return where a folder that a command names is on this machine: what lies at an address is
+    copied, of these kinds of copied_here; another path is returned as it is. Raises ConfigError."""
+    return copied_here(path, "the command's argument", kind) if is_address(path) else Path(path)
+
+
 def cache_root() -> Path:
     """Return the folder of all copies: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
@@ -73,7 +79,7 @@ def copied_here(address: str, setting: str, kind: str = "model") -> Path:
         address: SCHEME://...
         setting: that names it, for messages.
         kind: as hub.model_folder's, of a folder whose files are a model's; "dataset": all files
-            below it.
+            below it; "records of a run": all but weights and checkpoints.
 
     Raises ConfigError if nothing can be had from there.
     """
@@ -110,7 +116,9 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
     except Exception as error:
         raise _unreachable(address, setting, error) from error
     if not files:
-        what = "nothing" if not inside else f"none of {', '.join(WANTED[kind])}"
+        what = (
+            "nothing" if not inside or kind not in WANTED else f"none of {', '.join(WANTED[kind])}"
+        )
         raise ConfigError(f"{setting} = {address!r}: there is {what}. Correct the address.")
     return files, system, root
 
@@ -132,6 +140,8 @@ def _last_part(address: str, root: str) -> str:
 def _is_wanted(name: str, kind: str) -> bool:
     if kind == "dataset":
         return True
+    if kind == "records of a run":
+        return "checkpoints" not in name.split("/") and not name.endswith(".safetensors")
     return "/" not in name and any(fnmatch(name, pattern) for pattern in WANTED[kind])
 
 

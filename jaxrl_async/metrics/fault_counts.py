@@ -9,7 +9,12 @@ from jaxrl_async.metrics.metric import METRICS
 from jaxrl_async.ports import Clock
 
 SPACE = "faults/"
-OF_THE_STEP = ("faults/oom_retries", "faults/tracker_failures", "faults/tracker_lost_steps")
+OF_THE_STEP = (
+    "faults/oom_retries",
+    "faults/tracker_failures",
+    "faults/tracker_lost_steps",
+    "faults/copy_failures",
+)
 """Reported with the step's metrics, not counted here."""
 NAMES = tuple(
     m.key.removeprefix(SPACE)

@@ -160,6 +160,11 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Steps that a tracker lacks, as it failed or fell behind; metrics.jsonl has them.",
         ),
         (
+            "faults/copy_failures",
+            "calls",
+            "Tries to bring the run to run.copy_to that failed since the last line; made again.",
+        ),
+        (
             "faults/oom_retries",
             "retries",
             "Updates restarted with half the rows in a micro-batch: out of memory.",

@@ -153,7 +153,7 @@ def settled(run: RunSection) -> RunSection:
             "run.resume_or_start and run.overwrite exclude each other: the first continues a run "
             "that exists, the second replaces it. Set one of them."
         )
-    return run.model_copy(update={"resume": _holds_something(Path(run.dir) / run.name)})
+    return run.model_copy(update={"resume": holds_something(Path(run.dir) / run.name)})
 
 
 def look(run: RunSection) -> Paths:
@@ -175,7 +175,7 @@ def look(run: RunSection) -> Paths:
                 f"{run.name}). Leave out --resume to start one, or correct run.name."
             )
         check_links(paths.root)
-    elif _holds_something(paths.root) and not run.overwrite:
+    elif holds_something(paths.root) and not run.overwrite:
         raise ConfigError(
             f"{paths.root} holds a run already. Continue it with --resume, replace it with "
             "run.overwrite=true (the old one is moved aside), or choose another run.name."
@@ -198,7 +198,7 @@ def claimed(run: RunSection) -> Iterator[Paths]:
             if paths.root.is_dir():
                 undo.callback(_clear, paths.root, set(paths.root.iterdir()))
                 held.enter_context(_locked(paths.root))
-            if not run.resume and _holds_something(paths.root):
+            if not run.resume and holds_something(paths.root):
                 aside = paths.root.rename(free_name(paths.root))
                 undo.callback(aside.rename, paths.root)
             if not paths.root.is_dir():
@@ -208,7 +208,7 @@ def claimed(run: RunSection) -> Iterator[Paths]:
         try:
             yield paths
         except BaseException:
-            if run.resume or _holds_something(paths.root):
+            if run.resume or holds_something(paths.root):
                 undo.pop_all()
             raise
         undo.pop_all()
@@ -287,6 +287,13 @@ def check_links(root: Path) -> None:
         folders[:] = [name for name in folders if name != WANDB]
 
 
+def move_aside(root: Path) -> Path:
+    """Move a run's folder to the first free name with a number behind it; return that. Raises
+    ConfigError if another process trains in it."""
+    with _locked(root):
+        return root.rename(free_name(root))
+
+
 def free_name(path: Path) -> Path:
     """Return the first of path.1, path.2, ... that does not exist."""
     number = 1
@@ -295,7 +302,7 @@ def free_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
-def _holds_something(path: Path) -> bool:
+def holds_something(path: Path) -> bool:
     """Return whether a run began here; one that was refused leaves only BEGINNINGS."""
     if path.is_file():
         raise ConfigError(
@@ -304,7 +311,9 @@ def _holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE)
+SIGNS = "copied.json"
+"""Which processes have written the folder's copy (run/copies)."""
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS)
 """Names of what is written before a run makes anything."""
 
 

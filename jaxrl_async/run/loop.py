@@ -45,6 +45,8 @@ from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
+from jaxrl_async.run.copies.start import bring_back
+from jaxrl_async.run.copies.thread import RunCopy
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import folders
@@ -86,6 +88,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     with ExitStack() as closing:
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
+        copy = closing.enter_context(RunCopy())  # ends late: it brings the trace there, too
         trace, held = _trace_file(config, paths, lockstep), threading.Event()
         closing.enter_context(recorded_spans(trace, f"trainer {lockstep.index}", held.is_set))
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
@@ -97,7 +100,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         console = closing.enter_context(shown)
 
         def claim(config: Config) -> tuple[Config, Paths]:
-            found = claim_together(closing, lockstep, config)
+            found = claim_together(closing, lockstep, config, copy)
             held.set()
             return found
 
@@ -113,7 +116,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             return paths.root
         early = f"{early}: everything is saved; --resume continues" if early else ""
         achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
-    console.summary([*achieved, early, *where])
+    console.summary([*achieved, early, *where, *copy.verdict()])
     return paths.root
 
 
@@ -170,18 +173,29 @@ def _stopping(on_step: OnStep, stop: Stop) -> OnStep:
 
 
 def look_together(config: Config, lockstep: Lockstep) -> Config:
-    """Have process 0 check the run's folder without changing it; return the configuration with
-    run.resume settled, the same in all processes. Raises ConfigError."""
-    return _settled_by_first(config, lockstep, look)
+    """Have process 0 check the run's folder without changing it, or bring it back from its copy;
+    return the configuration with run.resume settled, the same in all processes. Raises
+    ConfigError."""
+
+    def prepare(run: RunSection) -> RunSection:
+        bring_back(run)
+        return settled(run)
+
+    return _settled_by_first(config, lockstep, look, prepare)
 
 
-def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tuple[Config, Paths]:
-    """Have process 0 make or find the run's folder and lock it until `closing`; return the settled
-    configuration and the paths, the same in all processes. Raises ConfigError."""
+def claim_together(
+    closing: ExitStack, lockstep: Lockstep, config: Config, copy: RunCopy | None = None
+) -> tuple[Config, Paths]:
+    """Have process 0 make or find the run's folder, lock it until `closing` and begin its `copy`;
+    return the settled configuration and the paths, the same in all processes. Raises ConfigError.
+    """
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
         write_config(config.model_copy(update={"run": run}), paths)
+        if copy is not None:
+            copy.begin(run, config.checkpoint.keep)
 
     config = _settled_by_first(config, lockstep, hold)
     paths = Paths(Path(config.run.dir) / config.run.name)
@@ -195,14 +209,17 @@ def claim_together(closing: ExitStack, lockstep: Lockstep, config: Config) -> tu
 
 
 def _settled_by_first(
-    config: Config, lockstep: Lockstep, act: Callable[[RunSection], object]
+    config: Config,
+    lockstep: Lockstep,
+    act: Callable[[RunSection], object],
+    settle: Callable[[RunSection], RunSection] = settled,
 ) -> Config:
     """Settle run.resume and call `act` in process 0; return the configuration with it, or raise
     process 0's error, in all."""
     outcome: dict[str, Any] = {}
     if lockstep.writes:
         try:
-            run = settled(config.run)
+            run = settle(config.run)
             act(run)
             outcome = {"resume": run.resume}
         except ConfigError as error:

@@ -31,6 +31,7 @@ from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
 from jaxrl_async.run.conversations import contexts_of
+from jaxrl_async.run.copies.thread import counting
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
@@ -89,9 +90,10 @@ def make_recorder(
     )
     if section.prometheus is not None:
         writer = PrometheusWriter(writer, section.prometheus, run=paths.root.name)
-    if not trackers:
-        return writer
-    return TrackedWriter(writer, _begun(trackers, config, paths, resumes=resume_step is not None))
+    if trackers:
+        begun = _begun(trackers, config, paths, resumes=resume_step is not None)
+        writer = TrackedWriter(writer, begun)
+    return counting(writer, paths.root)
 
 
 def _begun(

@@ -1,6 +1,6 @@
 """Show runs on a page that follows them: python -m jaxrl_async.view RUN...
 
-RUN is a run's folder, or a folder that holds some. The page is served to this machine alone, unless
+RUN is a run's folder, a folder that holds some, or the address of its copy, which is read once. The page is served to this machine alone, unless
 --host says otherwise; it needs no network.
 """
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.metrics.recorder import METRICS_FILE
 from jaxrl_async.view.server import ViewServer
@@ -26,13 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs"
+        "runs", nargs="+", metavar="RUN", help="folder of a run, or of runs, or its address"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
     args = parser.parse_args(argv)
     try:
-        server = made_server(args.runs, args.host, args.port)
+        server = made_server(
+            [argument_here(run, "records of a run") for run in args.runs], args.host, args.port
+        )
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

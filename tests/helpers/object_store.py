@@ -1,0 +1,61 @@
+"""A server of Google Cloud Storage's interface on this machine, which gcsfs reads and writes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+BUCKET = "gs://runs"
+START_S = 60.0
+
+
+@contextmanager
+def object_store() -> Iterator[Mapping[str, str]]:
+    """Serve the empty bucket BUCKET; give the environment in which gs:// leads there. Skips the
+    test where the server (gcp-storage-emulator) or gcsfs is not installed."""
+    pytest.importorskip("gcsfs", reason="gs:// needs: pip install gcsfs")
+    here = Path(sys.executable).with_name("gcp-storage-emulator")
+    program = str(here) if here.exists() else shutil.which("gcp-storage-emulator")
+    if program is None:
+        pytest.skip("a server of gs:// is needed: pip install gcp-storage-emulator")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", "runs"]
+    server = subprocess.Popen(
+        [program, "start", "-q", "-M", *at], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait(server, port)
+        yield {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            "FSSPEC_GS_TOKEN": "anon",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google itself
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait(server: subprocess.Popen[bytes], port: int) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        assert server.poll() is None, f"the server ended with {server.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail("the server does not listen")
+
+
+def environment(store: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with that of the store."""
+    return {**os.environ, **store}
