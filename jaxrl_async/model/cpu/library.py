@@ -12,13 +12,14 @@ import os
 import platform
 import subprocess
 import tempfile
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
 from jaxrl_async.errors import in_a_line
-from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
+from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
 
 SOURCE = Path(__file__).with_name("kernels.cc")
 OPTIONS = (
@@ -35,15 +36,23 @@ LIMIT_S = 120.0
 """Longest time that the compiler may take."""
 NAMES = ("product", "rotate", "attend", "attend_new")
 
+_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
 def kernels_are_there() -> bool:
     """Build and register the kernels, once in a process: return whether XLA can call them.
 
     Where they cannot be built, the log says why, and what to do.
     """
+    with _lock:  # samplers may be built side by side
+        return _are_there()
+
+
+@functools.cache
+def _are_there() -> bool:
+    if not is_written_for_this():
+        return False  # nothing that a user could do about it
     try:
         library = ctypes.cdll.LoadLibrary(str(_built()))
     except (NotBuiltError, OSError) as error:
