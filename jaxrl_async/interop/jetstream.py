@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import check_positions
 from jaxrl_async.sampler.batch import shapes
@@ -259,6 +259,11 @@ def make_engine(
     Raises MissingExtraError, and ConfigError if max_length is beyond the policy's positions.
     """
     check_positions(policy.spec, max_length, "max_length", "the policy")
+    if policy.spec.delta:
+        raise ConfigError(
+            f"JetStream's interface has no place for the states of the gated delta nets of this "
+            f"{policy.spec.family} model. Use a sampler of this package (sampler.engine=ours)."
+        )
     spec = EngineSpec(
         model=policy.spec,
         slots=slots,

@@ -60,7 +60,10 @@ def init_pages(
     (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(spec.layers))
+        """Pages of all layers; those of a gated delta net have no heads."""
+        heads = 2 if ragged else 1
+        none = tuple(0 if i == heads else size for i, size in enumerate(shape))
+        return tuple(jnp.zeros(none if kind.is_linear else shape, dtype) for kind in spec.kinds)
 
     if ragged and spec.sinks:
         shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to

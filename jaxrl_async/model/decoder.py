@@ -28,6 +28,7 @@ from jaxrl_async.model.attention import (
     visible_until,
 )
 from jaxrl_async.model.cpu.calls import packed, packed_product
+from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
@@ -61,6 +62,7 @@ PACKED_HEAD = "packed_head"
 """Parameter that next_logits multiplies with in place of the head, see packed_head."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
+ReadStates = Callable[[int, DeltaInputs, Sequence[Array]], Array]
 
 
 class TokenRows(NamedTuple):
@@ -395,6 +397,7 @@ def flat_forward(
     experts: Experts = run_experts,
     choose: Choose = route,
     images: tuple[Array, Array] | None = None,
+    read: ReadStates | None = None,
 ) -> Array:
     """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -412,6 +415,8 @@ def flat_forward(
         choose: routes each token.
         images: where the image of each token begins [n], and its embedding [n, D], as in TokenRows;
             None: there are none.
+        read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> what the
+            tokens read [n, H, V]. None: there is no such layer.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
@@ -429,9 +434,14 @@ def flat_forward(
             cached=True,
         )
         layer: Layer = nnx.merge(graph, weights)
-        q, k, v = layer.qkv(x, angles[kind.rope])
-        x = layer.finish(x, attend(i, q, k, v).astype(x.dtype), experts, choose)
+        mix = read if kind.is_linear else attend
+        assert mix is not None, "a model with gated delta nets needs what reads their states"
+        x = layer.through(x, angles[kind.rope], _cast(partial(mix, i), x.dtype), experts, choose)
     return x
+
+
+def _cast(function: Callable[..., Array], dtype: Any) -> Callable[..., Array]:
+    return lambda *given: function(*given).astype(dtype)
 
 
 def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:

@@ -68,9 +68,77 @@ def gated_delta_rule(inputs: DeltaInputs, segment_ids: Array, *, chunk: int = CH
     T = segment_ids.shape[1]
     parts = _chunked(_prepared(inputs), segment_ids, min(chunk, T))
     _, out = jax.lax.scan(_one_chunk, _empty(parts), parts)
+    return _in_rows(out)[:, :T].astype(inputs.v.dtype)
+
+
+def continued_delta_rule(
+    inputs: DeltaInputs, state: Array, lengths: Array, *, chunk: int = CHUNK
+) -> tuple[Array, Array]:
+    """Go on from states: return o [B, T, H, V] in v's number type, and the states after each row's
+    tokens [B, H, K, V] float32.
+
+    Args:
+        inputs: of the tokens.
+        state: [B, H, K, V] float32, that the tokens before them have left; zeros: there are none.
+        lengths: [B], tokens of each row; what is behind them changes nothing.
+        chunk: tokens of a chunk.
+    """
+    T = inputs.v.shape[1]
+    size = min(chunk, T)
+    is_token = (jnp.arange(T) < lengths[:, None])[..., None]
+    ready = _prepared(inputs)
+    ready = ready._replace(  # padding neither forgets nor writes
+        log_decay=jnp.where(is_token, ready.log_decay, 0.0),
+        strength=jnp.where(is_token, ready.strength, 0.0),
+    )
+    more = -T % size
+    padded = DeltaInputs(
+        *(jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) for x in ready)
+    )
+    ones = jnp.ones((lengths.shape[0], T + more), jnp.int32)
+    parts = _chunked(padded, ones, size, goes_on=True)
+    state, out = jax.lax.scan(_one_chunk, state, parts)
+    return _in_rows(out)[:, :T].astype(inputs.v.dtype), state
+
+
+def delta_step(inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+    """Go on by one token a row: inputs [R, 1, ...] and states [R, H, K, V] float32 to o [R, 1, H,
+    V] in v's number type, and the states after it (the formula above)."""
+    q, k, v, log_decay, strength = (x[:, 0] for x in _prepared(inputs))
+    state = state * jnp.exp(log_decay)[..., None, None]
+    known = _products("rhkv,rhk->rhv", state, k)
+    new = strength[..., None] * (v - known)
+    state = state + k[..., None] * new[..., None, :]
+    out = _products("rhkv,rhk->rhv", state, q)
+    return out[:, None].astype(inputs.v.dtype), state
+
+
+def continued_convolution(
+    x: Array, weights: Array, before: Array, lengths: Array
+) -> tuple[Array, Array]:
+    """Go on from the last tokens before: return what `causal_convolution` does of x, and the last W
+    - 1 inputs after each row's tokens.
+
+    Args:
+        x: [B, T, ...channels].
+        weights: [...channels, W]; the last one is the token's own.
+        before: [B, W - 1, ...channels] float32, inputs of the tokens before; zeros where there are
+            none.
+        lengths: [B], tokens of each row.
+    """
+    kernel, T = weights.astype(jnp.float32), x.shape[1]
+    wide = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
+    taps = kernel.shape[-1]
+    out = sum((wide[:, i : i + T] * kernel[..., i] for i in range(taps)), jnp.float32(0))
+    places = lengths[:, None] + jnp.arange(taps - 1)
+    index = places.reshape(places.shape + (1,) * (x.ndim - 2))
+    return jax.nn.silu(out).astype(x.dtype), jnp.take_along_axis(wide, index, axis=1)
+
+
+def _in_rows(out: Array) -> Array:
+    """Return [B, n * C, H, V] of what n chunks read [n, B, H, C, V]."""
     out = jnp.moveaxis(out, (0, 3), (1, 2))  # [B, n, C, H, V]
-    out = out.reshape(out.shape[0], -1, *out.shape[3:])[:, :T]
-    return out.astype(inputs.v.dtype)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
 class _Chunks(NamedTuple):
@@ -98,8 +166,11 @@ def _unit(x: Array) -> Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
-def _chunked(inputs: DeltaInputs, segment_ids: Array, size: int) -> _Chunks:
-    """Compute what each chunk needs of itself."""
+def _chunked(
+    inputs: DeltaInputs, segment_ids: Array, size: int, *, goes_on: bool = False
+) -> _Chunks:
+    """Compute what each chunk needs of itself; goes_on: the first one's segment has begun before
+    it."""
     more = -segment_ids.shape[1] % size
     ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
     ids = jnp.moveaxis(ids.reshape(ids.shape[0], -1, size), 1, 0)[:, :, None]  # [n, B, 1, C]
@@ -113,7 +184,8 @@ def _chunked(inputs: DeltaInputs, segment_ids: Array, size: int) -> _Chunks:
     seen = (ids[..., :, None] == ids[..., None, :]) & jnp.tri(size, dtype=bool)
     between = jnp.where(seen, until[..., :, None] - until[..., None, :], 0.0)
     decay = jnp.where(seen, jnp.exp(between), 0.0)
-    last_before = jnp.concatenate([jnp.full_like(ids[:1, ..., -1:], -1), ids[:-1, ..., -1:]])
+    first = ids[:1, ..., :1] if goes_on else jnp.full_like(ids[:1, ..., -1:], -1)
+    last_before = jnp.concatenate([first, ids[:-1, ..., -1:]])
     from_start = jnp.where(ids == last_before, jnp.exp(until), 0.0)
     to_end = jnp.where(ids == ids[..., -1:], jnp.exp(until[..., -1:] - until), 0.0)
     weighed = k * strength[..., None]

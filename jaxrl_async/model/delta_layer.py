@@ -1,17 +1,25 @@
 """Layers with a gated delta net in place of attention, and those whose attention has a gate."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
+from jaxrl_async.model.delta import (
+    DeltaInputs,
+    causal_convolution,
+    continued_convolution,
+    continued_delta_rule,
+    delta_step,
+    gated_delta_rule,
+)
 from jaxrl_async.model.families.parts import DeltaNet
 from jaxrl_async.model.layers import Angles, Layer, rms_norm, split_heads
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
+from jaxrl_async.model.spec import ModelSpec
 
 
 class GatedLayer(Layer):
@@ -92,6 +100,53 @@ class DeltaLayer(Layer):
         b, a = jnp.split(self._times(y, "delta_ba").reshape(n, sizes.key_heads, -1), 2, axis=-1)
         v, z = (x.reshape(n, sizes.value_heads, -1) for x in (v, z))
         return q, k, v, z, b.reshape(n, -1), a.reshape(n, -1)
+
+
+class DeltaState(NamedTuple):
+    """What a layer's tokens so far have left, of n sequences, float32."""
+
+    q: Array  # [n, kernel - 1, key heads, key width], the convolution's last inputs
+    k: Array  # [n, kernel - 1, key heads, key width]
+    v: Array  # [n, kernel - 1, value heads, value width]
+    matrix: Array  # [n, value heads, key width, value width]
+
+
+def empty_states(spec: ModelSpec, count: int) -> tuple[DeltaState, ...]:
+    """Return the states of `count` sequences without tokens, one of each layer with a gated delta
+    net."""
+    sizes = spec.delta
+    if sizes is None:
+        return ()
+    keys = jnp.zeros((count, sizes.kernel - 1, sizes.key_heads, sizes.key_width))
+    values = jnp.zeros((count, sizes.kernel - 1, sizes.value_heads, sizes.value_width))
+    matrix = jnp.zeros((count, sizes.value_heads, sizes.key_width, sizes.value_width))
+    one = DeltaState(keys, keys, values, matrix)
+    return (one,) * sum(kind.is_linear for kind in spec.kinds)
+
+
+def go_on(
+    state: DeltaState, inputs: DeltaInputs, kernels: Sequence[Array], lengths: Array
+) -> tuple[Array, DeltaState]:
+    """Run the convolution and the gated delta rule of a layer over the next tokens of B sequences.
+
+    Args:
+        state: of the sequences.
+        inputs: of their tokens [B, T, ...].
+        kernels: the convolution's weights for queries, keys and values.
+        lengths: [B], tokens of each, at most T.
+
+    Returns what they read [B, T, H, V], and the states after them.
+    """
+    befores = (state.q, state.k, state.v)
+    parts = zip(inputs[:3], kernels, befores, strict=True)
+    turned = [continued_convolution(x, kernel, old, lengths) for x, kernel, old in parts]
+    (q, new_q), (k, new_k), (v, new_v) = turned
+    given = inputs._replace(q=q, k=k, v=v)
+    if v.shape[1] == 1:
+        read, matrix = delta_step(given, state.matrix)
+    else:
+        read, matrix = continued_delta_rule(given, state.matrix, lengths)
+    return read, DeltaState(new_q, new_k, new_v, matrix)
 
 
 def read_states(

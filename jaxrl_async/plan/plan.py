@@ -34,7 +34,6 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.sampler.setup import check_draws
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 from jaxrl_async.trainer.optimizer import optimizer_bytes
@@ -165,7 +164,6 @@ def plan_run(
     """
     check(config)
     spec = spec_of(config)
-    check_draws(spec)
     places = make_places(config, trainer, samplers)
     programs, held = lowered(config, spec, places)
     return make_plan(config, spec, places, [compiled(one) for one in programs], held, lengths)

@@ -268,6 +268,7 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     return PrefillArgs(
         ints, ints, np.zeros((B, T), np.int32), ints, rows, rows + 1,
         np.zeros((B, pages if later else 0), np.int32),
+        slots=rows if engine.model.delta else None,
     )  # fmt: skip
 
 

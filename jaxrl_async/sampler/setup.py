@@ -20,6 +20,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
 from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.delta_layer import empty_states
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
@@ -204,16 +205,6 @@ def roomy_section(
     )
 
 
-def check_draws(spec: ModelSpec) -> None:
-    """Raise ConfigError for a decoder that samplers cannot run."""
-    if spec.delta:
-        raise ConfigError(
-            f"this {spec.family} model has gated delta nets (linear_attention), whose states the "
-            "samplers cannot keep: no rollouts can be drawn from it. Set run.job=sft, preference "
-            "or reward_model, or take a family without them."
-        )
-
-
 def kv_plan(
     spec: ModelSpec,
     section: schema.SamplerSection,
@@ -233,7 +224,6 @@ def kv_plan(
         mesh: of the sampler: places lie several times on some of its devices, and pages of the
             TPU's kernel hold heads as wide as a register; None: one device.
     """
-    check_draws(spec)
     sides, heads, width = spec.cached_shape
     if uses_ragged(section.attention, mesh, spec):
         width = page_head_dim(width)
@@ -241,14 +231,21 @@ def kv_plan(
     mib = section.kv_memory_mib
     of_places = jnp.bfloat16 if section.matmul == "bfloat16" else dtype
     return plan_memory(
-        token_bytes=spec.layers * each,
+        token_bytes=max(1, sum(not kind.is_linear for kind in spec.kinds)) * each,
         max_length=section.max_length,
         page_tokens=section.page_tokens,
         slots=section.slots,
         reserve_share=section.reserve,
         budget_bytes=None if mib is None else int(mib * 2**20),
+        state_bytes=_state_bytes(spec),
         places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
     )
+
+
+def _state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of one sequence's states, of gated delta nets."""
+    states = jax.eval_shape(lambda: empty_states(spec, 1))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
 def _places_bytes(spec: ModelSpec, room: AdapterRoom, dtype: Any, mesh: Mesh | None) -> int:
@@ -291,6 +288,7 @@ def build_engine(
             )
     ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
     cpu_kernels = section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there()
+    own = not spec.latent and not spec.delta
     engine_spec = EngineSpec(
         model=spec,
         slots=plan.slots,
@@ -303,10 +301,7 @@ def build_engine(
         dtype=dtype,
         ragged=ragged,
         cpu_products=cpu_kernels and not mixed and spec.own is None,
-        cpu_attention=cpu_kernels
-        and not ragged
-        and section.attention == "auto"
-        and not spec.latent,
+        cpu_attention=cpu_kernels and not ragged and section.attention == "auto" and own,
         one_thread=one_thread,
         mixed=mixed,
         keeps_routes=keep_routing,

@@ -11,12 +11,18 @@ from builders import mesh_of, tiny_params, tiny_spec
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.decoder import TokenRows, settings_on
-from jaxrl_async.model.delta import DeltaInputs, causal_convolution, gated_delta_rule
+from jaxrl_async.model.delta import (
+    DeltaInputs,
+    causal_convolution,
+    continued_convolution,
+    continued_delta_rule,
+    delta_step,
+    gated_delta_rule,
+)
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import lora_of, modules_of
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.flops import flops_of_lengths, num_matmul_params
 
 SPEC = tiny_spec(40, family="qwen3_next", layers=4, experts=4, head_dim=8, tied=False)
@@ -139,12 +145,46 @@ def test_a_config_is_read_as_it_was_written_and_what_is_missing_is_refused() -> 
             spec_from_hf({**config, **change}, "config.json")
 
 
-def test_samplers_and_shared_prefixes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"qwen3_next model has gated delta nets.*run\.job=sft"):
-        Sampler((SPEC, tiny_params(SPEC)))
+def test_shared_prefixes_are_refused() -> None:
     mesh = mesh_of(data=1)
     with pytest.raises(ConfigError, match="share_prefixes: the gated delta nets"):
         settings_on(mesh, SPEC, dtype=jnp.float32, attention="auto", shares_prefixes=True)
+
+
+def test_states_go_on_from_part_to_part_as_in_one_sequence() -> None:
+    """Parts of 1, 17, 3 and 24 tokens, padded to 24 and beside a row of other lengths."""
+    given, whole = inputs(45, seed=5), token_by_token(inputs(45, seed=5))
+    state, start = jnp.zeros((2, HEADS, KEYS, VALUES)), 0
+    for length in (1, 17, 3, 24):
+        own = part(given, start, start + length)
+        noise = inputs(24, seed=6)
+        rows = [
+            jnp.concatenate([jnp.concatenate([a, b[:, length:]], axis=1), b])
+            for a, b in zip(own, noise, strict=True)
+        ]
+        lengths = jnp.asarray([length, 24])
+        read, state = continued_delta_rule(DeltaInputs(*rows), state, lengths, chunk=8)
+        np.testing.assert_allclose(read[0, :length], whole[start : start + length], atol=2e-5)
+        start += length
+    single = jnp.zeros((1, HEADS, KEYS, VALUES))
+    for t in range(45):
+        read, single = delta_step(part(given, t, t + 1), single)
+        np.testing.assert_allclose(read[0, 0], whole[t], atol=2e-5)
+    np.testing.assert_allclose(single[0], state[0], atol=2e-5)
+
+
+def test_a_convolution_goes_on_from_its_last_inputs() -> None:
+    draw = np.random.default_rng(3)
+    x, weights = draw.normal(size=(1, 12, 3, 2)), draw.normal(size=(3, 2, 4))
+    whole = causal_convolution(jnp.asarray(x), jnp.asarray(weights), jnp.ones((1, 12), jnp.int32))
+    before, start = jnp.zeros((1, 3, 3, 2)), 0
+    for length in (1, 2, 5, 4):
+        padded = np.concatenate([x[:, start : start + length], draw.normal(size=(1, 3, 3, 2))], 1)
+        out, before = continued_convolution(
+            jnp.asarray(padded), jnp.asarray(weights), before, jnp.asarray([length])
+        )
+        np.testing.assert_allclose(out[:, :length], whole[:, start : start + length], atol=1e-5)
+        start += length
 
 
 def test_adapters_name_the_modules_of_both_kinds_of_layers() -> None:

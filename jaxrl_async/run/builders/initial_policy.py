@@ -38,7 +38,6 @@ from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
 from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
 from jaxrl_async.run.builders.devices import check_memory
-from jaxrl_async.sampler.setup import check_draws
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
@@ -112,8 +111,6 @@ def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
         vocab = shape.vocab or _rounded(tokenizer.vocab_size)
         spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
         spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
-    if config.run.job == "rl":
-        check_draws(spec)
     return spec
 
 

@@ -94,7 +94,8 @@ class Batch:
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
         self.pages = Pages(self.spec.pages)
-        self.store = PrefixStore(self.pages, self.spec.page_tokens, enabled=prefix_cache)
+        stored = prefix_cache and not self.spec.model.delta  # whose states are not in pages
+        self.store = PrefixStore(self.pages, self.spec.page_tokens, enabled=stored)
         self._pool = KvPool(self.pages, self.store, self.spec.page_tokens)
         self.slots = Slots(
             self.spec.total_slots,
@@ -201,7 +202,7 @@ class Batch:
             prefix = self.engine.prefill(weights, self.state, chunk.args)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()
-            args = insert_args(chunk.cells, done, self.spec, self.seed)
+            args = insert_args(chunk.cells, done, self.spec, self.seed, chunk.args.slots)
             self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
             self._routes.expect(prefix.routes, *chunk.cells, args.sources, args.targets)
             for _, leader in done:
@@ -231,8 +232,8 @@ class Batch:
     def _restore_kv(self, prefilling: Prefilling) -> None:
         """Write saved KV back into pages if the current weights made it."""
         saved = prefilling.live.partial
-        if saved is None or saved.kv is None:
-            return
+        if saved is None or saved.kv is None or self.spec.model.delta:
+            return  # of gated delta nets the states are not saved: prefilled again
         if saved.kv_version != self.weights.of(prefilling.request).version:
             return
         if not self._routes.cover(saved):

@@ -36,6 +36,7 @@ def plan_memory(
     reserve_share: float,
     budget_bytes: int | None,
     places_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> MemoryPlan:
     """Return how many pages fit a budget, and how many slots to use them with.
 
@@ -46,9 +47,10 @@ def plan_memory(
         slots: slots that decode; None: as many as fill the pages with sequences of half of
             max_length.
         reserve_share: reserve slots over slots.
-        budget_bytes: for the pages and the places; None: every slot and reserve slot can hold
-            max_length tokens, and the prefix store gets a quarter on top.
+        budget_bytes: for the pages, the places and the states; None: every slot and reserve slot
+            can hold max_length tokens, and the prefix store gets a quarter on top.
         places_bytes: what the places for adapters take.
+        state_bytes: what one slot takes beside its pages, of gated delta nets.
 
     Raises ConfigError if not even one sequence of max_length fits: it could never finish.
     """
@@ -59,9 +61,11 @@ def plan_memory(
         reserve = int(slots * reserve_share)
         pages = int((slots + reserve) * longest * (1 + STORE_SHARE))
     else:
-        pages = max(0, budget_bytes - places_bytes) // page_bytes
+        given = 1 if slots is None else slots + int(slots * reserve_share)
+        states = given * state_bytes
+        pages = max(0, budget_bytes - places_bytes - states) // page_bytes
         if pages < longest:
-            least = longest * page_bytes + places_bytes
+            least = longest * page_bytes + places_bytes + states
             beside, fewer = "", ""
             if places_bytes:
                 beside = f" beside {places_bytes / 2**20:.1f} MiB of places for adapters"
@@ -72,7 +76,12 @@ def plan_memory(
                 f"({max_length}) needs {longest}. Give at least {least / 2**20:.1f} MiB or lower "
                 f"sampler.max_length{fewer}."
             )
-        slots = slots or max(1, min(MOST_SLOTS, pages // max(1, (longest + 1) // 2)))
+        if slots is None:
+            half = max(1, (longest + 1) // 2)  # pages of a sequence of half the length
+            each = half * page_bytes + int(state_bytes * (1 + reserve_share))
+            slots = max(1, min(MOST_SLOTS, pages * page_bytes // each))
+            pages -= -(-(slots + int(slots * reserve_share) - 1) * state_bytes // page_bytes)
+            pages = max(pages, longest)
         reserve = int(slots * reserve_share)
     return MemoryPlan(
         slots=slots,

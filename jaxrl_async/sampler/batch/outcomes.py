@@ -30,6 +30,8 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
     saved = live_of(stage).as_partial(batch.output(stage), batch.seed)
     if not (with_kv and isinstance(stage, Running) and stage.kv_version is not None):
         return saved
+    if batch.spec.model.delta:
+        return saved  # KV is of no use without the states of gated delta nets
     slot = stage.slot_index
     if not batch.slots.is_whole(slot):
         return saved  # what a window hides was given back

@@ -152,16 +152,27 @@ def make_chunk(
         tables,
         None if spec.room is None else places,
         embedded,
+        state_slots(parts, rows, spec) if spec.model.delta else None,
     )
     return Chunk(parts=parts, args=args, cells=cells)
 
 
+def state_slots(parts: Sequence[tuple[Prefilling, int]], rows: int, spec: EngineSpec) -> IntArray:
+    """Return where the states of a chunk's sequences are [rows]; padding: in no slot."""
+    return pad_to(rows, [p.slot_index for p, _ in parts], spec.total_slots)
+
+
 def insert_args(
-    cells: Cells, done: Sequence[tuple[int, Prefilling]], spec: EngineSpec, seed: int
+    cells: Cells,
+    done: Sequence[tuple[int, Prefilling]],
+    spec: EngineSpec,
+    seed: int,
+    states: IntArray | None = None,
 ) -> InsertArgs:
     """Return where a chunk goes: tokens into pages, last pages to followers, logits to slots.
 
-    done: leaders whose last token the chunk holds, each with its row of the chunk.
+    done: leaders whose last token the chunk holds, each with its row of the chunk. states: see
+    state_slots; None: there are none.
     """
     pairs = [(row, p) for row, leader in done for p in (leader, *leader.followers)]
     copies = [
@@ -180,6 +191,7 @@ def insert_args(
         rows=pad_to(size, [row for row, _ in pairs], 0),
         slots=pad_to(size, [p.slot_index for _, p in pairs], spec.total_slots),
         slot_params=slot_params_of([p.live for _, p in pairs], size, seed),
+        state_slots=states,
     )
 
 

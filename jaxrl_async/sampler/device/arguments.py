@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.model.delta_layer import DeltaState
 from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
 
@@ -34,6 +35,7 @@ class PrefillArgs(NamedTuple):
     places: AnyArray | None = None  # [n] int32, place of each token's adapter; 0: it has none
     # where the image of each token begins [n], and its embedding [n, D], as in decoder.TokenRows
     images: tuple[AnyArray, AnyArray] | None = None  # None: the chunk has none
+    slots: AnyArray | None = None  # [B] int32, where each one's states are; None: there are none
 
 
 class Prefix(NamedTuple):
@@ -42,6 +44,7 @@ class Prefix(NamedTuple):
     kv: NewKV  # layers of [n, N, K]
     logits: AnyArray  # [B, V] float32, after each sequence's last token
     routes: AnyArray | None = None  # [n, layers, k] experts of each token, with keeps_routes
+    states: tuple[DeltaState, ...] = ()  # [B] after their new tokens, of gated delta nets
 
 
 class SlotParams(NamedTuple):
@@ -64,6 +67,7 @@ class InsertArgs(NamedTuple):
     rows: AnyArray  # [k] int32, the sequence of the chunk whose logits a slot takes
     slots: AnyArray  # [k] int32; S is padding
     slot_params: SlotParams  # [k]
+    state_slots: AnyArray | None = None  # [B] int32 that take the chunk's states; S is padding
 
 
 class DecodeArgs(NamedTuple):
@@ -85,6 +89,7 @@ class DecodeState(NamedTuple):
     kv: PagedKV
     logits: AnyArray  # [S, V] float32: the next token's
     slot_params: SlotParams
+    states: tuple[DeltaState, ...] = ()  # [S], of gated delta nets
 
 
 class Block(NamedTuple):

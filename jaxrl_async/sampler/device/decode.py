@@ -7,6 +7,7 @@ row's request ends, the row takes over the next reserve slot. Shapes: see
 sampler/device/arguments.py.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import CachedContext, PagedKV
 from jaxrl_async.model.cpu.calls import attend_pages
+from jaxrl_async.model.delta import DeltaInputs
+from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import Scoring, ragged_paged
 from jaxrl_async.model.moe import experts_on, id_dtype
 from jaxrl_async.sampler.device.arguments import (
@@ -48,6 +51,7 @@ class _Loop(NamedTuple):
     joined: Array  # [R] step at which it joined
     drawn: Array  # [R]
     slot_params: SlotParams  # [R]
+    states: tuple[DeltaState, ...]  # [R] of gated delta nets
     places: Array | None  # [R] of its adapter
     positions: Array  # [R, block]
     out: Block
@@ -117,6 +121,7 @@ def _begin(
         joined=jnp.zeros(R, jnp.int32),
         drawn=per_row(args.drawn),
         slot_params=jax.tree.map(per_row, state.slot_params),
+        states=jax.tree.map(per_row, state.states),
         places=None if args.places is None else per_row(args.places),
         positions=jnp.zeros((R, T), jnp.int32),
         out=Block(
@@ -171,6 +176,7 @@ def _take_over(
             joined=put(loop.joined, loop.step),
             drawn=of_slot(loop.drawn, args.drawn),
             slot_params=jax.tree.map(of_slot, loop.slot_params, state.slot_params),
+            states=jax.tree.map(of_slot, loop.states, state.states),
             places=None if loop.places is None else of_slot(loop.places, args.places),
         )
 
@@ -219,6 +225,14 @@ def _forward(
     else:
         attend = _attend_columns(spec, loop, (keys, values), context_pages, sinks)
     chosen: list[Array] = []
+    states: list[DeltaState] = []
+
+    def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
+        tokens = DeltaInputs(*(x[:, None] for x in inputs))
+        out, after = go_on(loop.states[len(states)], tokens, kernels, jnp.ones_like(positions))
+        states.append(after)
+        return out[:, 0]
+
     x = decoder.flat_forward(
         spec.model,
         weights.params,
@@ -230,6 +244,7 @@ def _forward(
         mixed=spec.mixed,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         choose=choose_experts(spec, chosen),
+        read=read,
     )
     out, routes = loop.out, stacked_routes(spec, chosen)
     if routes is not None:
@@ -239,6 +254,7 @@ def _forward(
         out=out,
         step=loop.step + 1,
         kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
+        states=tuple(states),
         logits=decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed),
     )
 
@@ -389,5 +405,9 @@ def _finish(
         pages = jnp.where(owners < spec.total_slots, pages, spec.pages)
         new = cache.columns(kv, context_pages * spec.page_tokens)
         kv = cache.write_tokens(state.kv, new, pages, positions % spec.page_tokens)
-    logits = state.logits.at[loop.rows].set(loop.logits, mode="drop")
-    return DecodeState(kv, logits, state.slot_params), loop.out._replace(steps=loop.step)
+
+    def put(into: Array, values: Array) -> Array:
+        return into.at[loop.rows].set(values, mode="drop")
+
+    logits, states = put(state.logits, loop.logits), jax.tree.map(put, state.states, loop.states)
+    return DecodeState(kv, logits, state.slot_params, states), loop.out._replace(steps=loop.step)

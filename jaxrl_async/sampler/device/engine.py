@@ -130,7 +130,9 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     whole = NamedSharding(spec.mesh, PartitionSpec())
     chosen: Any = None
     routes = whole if spec.keeps_routes else chosen
-    return _Results(prefill=Prefix(chosen, chosen, routes), insert=state, generate=(state, whole))
+    return _Results(
+        prefill=Prefix(chosen, chosen, routes, chosen), insert=state, generate=(state, whole)
+    )
 
 
 def _place_shardings(spec: EngineSpec) -> Shardings:
@@ -229,7 +231,9 @@ class Engine:
         Changes no state, and needs none where those pages hold nothing. The result may be inserted
         into any number of slots. One compilation per (n, B, T, C).
         """
-        prefix: Prefix = self.programs.prefill(weights, None if state is None else state.kv, chunk)
+        if state is None:
+            return self.programs.prefill(weights, None, chunk)  # type: ignore[no-any-return]
+        prefix: Prefix = self.programs.prefill(weights, state.kv, chunk, state.states)
         return prefix
 
     def insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
@@ -274,7 +278,7 @@ class Engine:
         weights, state = shapes_on(prepare.out_info, shardings), self.state_shapes()
         return {
             "prepare": prepare,
-            "prefill": self.programs.prefill.lower(weights, state.kv, chunk),
+            "prefill": self.programs.prefill.lower(weights, state.kv, chunk, state.states),
             "decode": self.programs.generate.lower(
                 weights, state, args, context_pages=context_pages, mix=mix
             ),

@@ -46,9 +46,10 @@ class EngineSpec:
 
     @property
     def fused(self) -> bool:
-        """Whether projections of the same input are one product: on one device; a user's own layer
-        has its own."""
-        return self.model.own is None and (self.mesh is None or self.mesh.size == 1)
+        """Whether projections of the same input are one product: on one device; a user's own layer,
+        and one whose attention has a gate, has its own."""
+        plain = self.model.own is None and not self.model.attention_gated
+        return plain and (self.mesh is None or self.mesh.size == 1)
 
     @property
     def in_pages(self) -> bool:

@@ -16,7 +16,10 @@ from jaxrl_async.model.attention import reference, same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.decoder import packed_head
+from jaxrl_async.model.delta import DeltaInputs
+from jaxrl_async.model.delta_layer import DeltaState, empty_states, go_on, read_states
 from jaxrl_async.model.layers import packed_layer
+from jaxrl_async.model.layout import ONE_DEVICE
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ROWS_USED, Params, is_stack
@@ -49,6 +52,7 @@ def empty_state(spec: EngineSpec) -> DecodeState:
             jnp.ones(S, jnp.int32),
             jnp.zeros(S, bool),
         ),
+        empty_states(spec.model, S),
     )
 
 
@@ -63,7 +67,8 @@ def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
             for x in layers
         ]
     if spec.cpu_products and not quantized:
-        layers, rest = [packed_layer(layer) for layer in layers], packed_head(spec.model, rest)
+        layers = [packed_layer(layer) for layer in layers] if spec.fused else layers
+        rest = packed_head(spec.model, rest)
     return EngineWeights(rest, layers)
 
 
@@ -110,6 +115,9 @@ def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
         scoring = decoder.scoring_of(spec.model, kinds[i])
         return reference(q[None], k[None], v[None], one, scoring, sinks[i])[0]
 
+    def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
+        return read_states(ONE_DEVICE, one, inputs, kernels)
+
     x = decoder.flat_forward(
         spec.model,
         weights.params,
@@ -120,6 +128,7 @@ def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
         dtype=spec.dtype,
         mixed=spec.mixed,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
+        read=read,
     )
     logits = decoder.next_logits(spec.model, weights.params, x[:-1], mixed=spec.mixed)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -127,11 +136,15 @@ def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
 
 
 def prefill(
-    spec: EngineSpec, weights: EngineWeights, kv: PagedKV | None, chunk: PrefillArgs
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV | None,
+    chunk: PrefillArgs,
+    states: tuple[DeltaState, ...] = (),
 ) -> Prefix:
     """Compute KV and next logits of new tokens, which see the pages of `chunk.tables`.
 
-    kv: None where the tables name no page.
+    kv: None where the tables name no page. states: of all slots, see DecodeState.
     """
     lengths = _without_padding(chunk)
     counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
@@ -142,15 +155,15 @@ def prefill(
         attend_one = _attend_new(spec, kv, chunk, sinks)
     else:
         attend_one = _attend_padded(spec, kv, chunk, sinks)
-    keys: list[Array] = []
-    values: list[Array] = []
+    nothing = jnp.zeros((chunk.token_ids.shape[0], 0, spec.model.head_dim), spec.dtype)
+    keys, values = [nothing] * spec.model.layers, [nothing] * spec.model.layers
     chosen: list[Array] = []
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        keys.append(k)
-        values.append(v)
+        keys[i], values[i] = k, v
         return attend_one(i, q, k, v)
 
+    read, left = _read_padded(states, chunk, lengths)
     x = decoder.flat_forward(
         spec.model,
         weights.params,
@@ -163,11 +176,39 @@ def prefill(
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         choose=choose_experts(spec, chosen),
         images=chunk.images,
+        read=read,
     )
     last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
     params = of_tokens(spec, weights, lengths > 0).params
     logits = decoder.next_logits(spec.model, params, x[last], mixed=spec.mixed)
-    return Prefix(NewKV(tuple(keys), tuple(values)), logits, stacked_routes(spec, chosen))
+    routes = stacked_routes(spec, chosen)
+    return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left))
+
+
+def _read_padded(
+    states: tuple[DeltaState, ...], chunk: PrefillArgs, lengths: Array
+) -> tuple[decoder.ReadStates, list[DeltaState]]:
+    """Return what reads the states of gated delta nets, and the list to which it adds those that
+    the chunk's sequences leave: of one that begins, the state before is empty."""
+    B, T = chunk.token_indices.shape
+    left: list[DeltaState] = []
+
+    def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
+        assert chunk.slots is not None
+        slots = jnp.asarray(chunk.slots)
+
+        def before(x: Array) -> Array:
+            own = x[jnp.minimum(slots, x.shape[0] - 1)]
+            begins = (jnp.asarray(chunk.starts) == 0).reshape(-1, *[1] * (own.ndim - 1))
+            return jnp.where(begins, 0, own)
+
+        state = jax.tree.map(before, states[len(left)])
+        tokens = DeltaInputs(*(x[chunk.token_indices] for x in inputs))
+        out, after = go_on(state, tokens, kernels, lengths)
+        left.append(after)
+        return out.reshape(B * T, *out.shape[2:])[chunk.cell_indices]
+
+    return read, left
 
 
 def _without_padding(chunk: PrefillArgs) -> Array:
@@ -271,8 +312,15 @@ def insert(prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
     kv = cache.write_tokens(state.kv, prefix.kv, args.pages, args.offsets)
     if args.sources.shape[0]:
         kv = cache.copy_pages(kv, args.sources, args.targets)
+
+    def put_state(into: AnyArray, values: AnyArray) -> Array:
+        assert args.state_slots is not None
+        into = into.at[args.state_slots].set(values, mode="drop")
+        return put(into, values[args.rows])  # of a request's followers, too
+
     return DecodeState(
         kv,
         put(state.logits, prefix.logits[args.rows]),
         jax.tree.map(put, state.slot_params, args.slot_params),
+        jax.tree.map(put_state, state.states, prefix.states),
     )
