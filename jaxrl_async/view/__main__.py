@@ -1,7 +1,7 @@
 """Show runs on a page that follows them: python -m jaxrl_async.view RUN...
 
-RUN is a run's folder, a folder that holds some, or the address of its copy, which is read once. The page is served to this machine alone, unless
---host says otherwise; it needs no network.
+RUN is a run's folder, a folder that holds some, or the address of a run's copy, which is read once.
+The page is served to this machine alone, unless --host says otherwise; it needs no network.
 """
 
 import argparse
