@@ -231,9 +231,8 @@ class Engine:
         Changes no state, and needs none where those pages hold nothing. The result may be inserted
         into any number of slots. One compilation per (n, B, T, C).
         """
-        if state is None:
-            return self.programs.prefill(weights, None, chunk)  # type: ignore[no-any-return]
-        prefix: Prefix = self.programs.prefill(weights, state.kv, chunk, state.states)
+        before = (None, ()) if state is None else (state.kv, state.states)
+        prefix: Prefix = self.programs.prefill(weights, before[0], chunk, before[1])
         return prefix
 
     def insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
