@@ -55,7 +55,7 @@ def _are_there() -> bool:
         return False  # nothing that a user could do about it
     try:
         library = ctypes.cdll.LoadLibrary(str(_built()))
-    except (NotBuiltError, OSError) as error:
+    except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
         _log.warning(
             "the sampler computes without its own CPU kernels, by XLA's products: %s. Install g++ "
             "(Debian: apt-get install g++), or set sampler.cpu_kernels=false to say no more of it.",
