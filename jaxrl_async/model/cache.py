@@ -142,7 +142,9 @@ def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> CachedC
 
     if not is_ragged(kv):
         return CachedContext(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
-    pairs = [take(p, tables).reshape(R, -1, *p.shape[2:])[..., :head_dim] for p in kv.k]
+    pairs = [
+        take(p, tables).reshape(R, count * p.shape[1], *p.shape[2:])[..., :head_dim] for p in kv.k
+    ]
     pairs = [jnp.pad(p, ((0, 0), (0, extra), (0, 0), (0, 0))) for p in pairs]
     return CachedContext(
         tuple(jnp.moveaxis(p[:, :, 0::2], 1, 3) for p in pairs),

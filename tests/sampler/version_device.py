@@ -49,7 +49,7 @@ class VersionDevice:
 
     def __init__(self, *, slots: int, reserve: int, max_length: int, pages: int, page_tokens: int,
                  block: int) -> None:  # fmt: skip
-        model: Any = SimpleNamespace(vocab=VOCAB, head_dim=2, widest_window=0)
+        model: Any = SimpleNamespace(vocab=VOCAB, head_dim=2, widest_window=0, delta=None)
         self.spec = EngineSpec(
             model=model, slots=slots, reserve=reserve, max_length=max_length, pages=pages,
             page_tokens=page_tokens, block=block,
