@@ -165,5 +165,6 @@ def test_a_sampler_over_two_devices_keeps_the_same_states(family: str) -> None:
     spec, asked = SPECS[family], wishes(6)
     mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=2))).sampler
     sampler = Sampler((spec, tiny_params(spec)), section=SECTION, mesh=mesh)
-    check(spec, tiny_params(spec), asked, sampler.generate(asked))
+    done = sampler.generate(asked)
     sampler.close()
+    check(spec, tiny_params(spec), asked, done)
