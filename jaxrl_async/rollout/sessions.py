@@ -102,6 +102,7 @@ class PolicySession:
         *,
         key: str | None = None,
         clock: Clock = time.monotonic,
+        run_stops: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open it.
 
@@ -112,10 +113,11 @@ class PolicySession:
             bounds: what the whole session may take.
             key: how callers name it; None: an unguessable one.
             clock: of its time limits.
+            run_stops: whether the run is stopping: then this is why it ends, whoever ends it.
         """
         self.key = key if key is not None else secrets.token_urlsafe(KEY_BYTES)
         self.place, self.limits, self.bounds = place, limits, bounds
-        self._generate, self._clock = generate, clock
+        self._generate, self._clock, self._run_stops = generate, clock, run_stops
         self._lock = threading.Lock()
         self._trace, self._given = Trace(), _Given()
         self._ended: str | None = None
@@ -267,6 +269,8 @@ class PolicySession:
     def end(self, reason: str) -> None:
         """End it for this reason: calls that are being drawn are cancelled, later ones refused.
         Idempotent."""
+        if reason != FINISHED and self._run_stops():
+            reason = STOPPING  # its group is given up since another member was told so first
         with self._lock:
             if self._ended is not None:
                 return
@@ -525,7 +529,15 @@ class Sessions:
 
         Raises RolloutError if max_open are open or the key is taken, Closed after `close`.
         """
-        session = PolicySession(generate, place, limits, bounds, key=key, clock=self._clock)
+        session = PolicySession(
+            generate,
+            place,
+            limits,
+            bounds,
+            key=key,
+            clock=self._clock,
+            run_stops=lambda: self._closed,
+        )
         with self._lock:
             if self._closed:
                 raise Closed(f"no session may be opened: {STOPPING}")

@@ -429,7 +429,8 @@ def test_a_sampler_draws_what_transformers_would_and_the_trainer_gives_the_same(
         wanted = np.asarray(said)[np.arange(n), done.token_ids]
         np.testing.assert_allclose(done.logprobs, wanted, atol=1e-4, rtol=0)
         trained = trained_logprobs(policy, whole)[0, len(prompt) :]
-        np.testing.assert_allclose(done.logprobs, trained, atol=1e-5, rtol=0)
+        # Each is within 1e-5 of float64 (most: 2e-6), rounded in an order of its own
+        np.testing.assert_allclose(done.logprobs, trained, atol=2e-5, rtol=0)
     assert sampler.stats().prefix_hit_tokens >= 16
     sampler.close()
 

@@ -20,7 +20,14 @@ from jaxrl_async.rollout.context_branch import context_branch
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
-from jaxrl_async.rollout.sessions import PolicySession, SessionLimits, SessionPlace, Sessions
+from jaxrl_async.rollout.sessions import (
+    FINISHED,
+    STOPPING,
+    PolicySession,
+    SessionLimits,
+    SessionPlace,
+    Sessions,
+)
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_completion, make_prompt
@@ -211,6 +218,18 @@ def test_late_calls_are_refused_with_the_reason_also_by_key():
     assert counted == {"late_calls": 1}  # no fault of the program's
     with pytest.raises(Closed):
         sessions.open(Policy(), place, LIMITS, SessionLimits())
+
+
+def test_a_member_whose_group_ends_as_the_run_stops_is_told_that_the_run_stops():
+    """The first member that hears of the stop gives its group up; others hear of that before."""
+    sessions, policy = Sessions(), Policy()
+    bounds, place = SessionLimits(), SessionPlace(prompt=make_prompt(), label="g0")
+    first, second, done = (sessions.open(policy, place, LIMITS, bounds) for _ in range(3))
+    first.on_end(lambda _: (second.end("its program has ended"), done.finish()))
+    sessions.close()
+    assert (first.ended, second.ended) == (STOPPING, STOPPING) and done.ended == FINISHED
+    with pytest.raises(Closed, match="stopping"):
+        drawn(second, 1)
 
 
 def test_rewards_of_the_whole_and_of_calls_become_the_score():

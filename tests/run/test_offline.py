@@ -297,8 +297,16 @@ def test_gated_delta_nets_learn_from_given_answers(runs: Path, more: tuple) -> N
     assert Policy.from_pretrained(runs / name / "policy").spec.family == "qwen3_next"
 
 
-def test_rollouts_of_gated_delta_nets_are_refused_at_the_start(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.yaml"
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_gated_delta_nets_learn_from_rollouts_of_their_own(runs: Path) -> None:
+    """The sampler's states give the log-probs that the trainer finds, update after update."""
+    empty = runs / "empty.yaml"
     empty.write_text("")
-    with pytest.raises(ConfigError, match="no rollouts can be drawn from it"):
-        train(load(empty, [*TINY, DELTA, f"run.dir={tmp_path}"]))
+    rollouts = ("run.name=delta-rl", "warm_start.steps=8", "sampler.slots=16", "run.steps=4")
+    train(load(empty, [*TINY, DELTA, f"run.dir={runs}", *rollouts]))
+    lines = read_lines(runs / "delta-rl" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    first = lines[1]
+    assert first["staleness/mean"] == 0 and first["mismatch/all_max"] < 1e-3  # rounding: 1e-4
+    assert first["train/grad_norm"] > 0 and first["rollout/length_mean"] > 2
