@@ -38,6 +38,7 @@ from unittest.mock import patch
 import jax
 import numpy as np
 from common import Row, force_cpu_devices, long_tail, report
+from dictated import Dictated, sleep_until, timed_blocks
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
@@ -46,7 +47,6 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTre
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
 
@@ -66,16 +66,6 @@ COMMON = (
     "trainer.micro_batch_tokens=2304",
     "algorithm={groups_per_step: 8, group_size: 8}",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dictated:
-    """Device times of the slept settings, seconds."""
-
-    step_s: float = 0.006  # of a decode step, and
-    row_s: float = 0.0003  # for each of its rows
-    update_s: float = 0.3  # of an update, and
-    token_s: float = 0.0  # for each token of its batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,38 +445,6 @@ def noting(
         return came
 
     return noted
-
-
-@contextlib.contextmanager
-def timed_blocks(device: Dictated | None) -> Iterator[dict[int, float]]:
-    """Time each decode block. With a device, a block takes the device's forced time from its
-    dispatch on, while the host works, as beside a real device."""
-    start_block, wait_for_block = Batch.start_block, Batch.wait_for_block
-    began: dict[int, float] = {}
-    took: dict[int, float] = {}
-
-    def start(batch: Any, weights: Any) -> None:
-        began[id(batch)] = time.perf_counter()
-        start_block(batch, weights)
-
-    def wait(batch: Any) -> Any:
-        block = wait_for_block(batch)
-        if block is not None and (steps := int(block.steps)):
-            if device is not None:
-                row_s = block.tokens.shape[0] * device.row_s
-                sleep_until(began[id(batch)] + steps * (device.step_s + row_s))
-            took[id(batch)] = time.perf_counter() - began[id(batch)]
-        return block
-
-    with patch.object(Batch, "start_block", start), patch.object(Batch, "wait_for_block", wait):
-        yield took
-
-
-def sleep_until(at_s: float) -> None:
-    """Sleep until time.perf_counter() has this value."""
-    left_s = at_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)
 
 
 # ---- from a run to the simulation's input, and to the measured results

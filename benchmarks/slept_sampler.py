@@ -1,7 +1,7 @@
 """A sampler process of benchmarks/simulate.py: its device's time is forced, its rounds are noted.
 
 Started in place of `python -m jaxrl_async.sample`, with the same arguments; SLEPT_DEVICE has the
-fields of simulate.Dictated as JSON, SLEPT_ROUNDS is the folder for what it did.
+fields of dictated.Dictated as JSON, SLEPT_ROUNDS is the folder for what it did.
 """
 
 import json
@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
-from simulate import Dictated, Round, noting, timed_blocks
+from dictated import Dictated, timed_blocks
+from simulate import Round, noting
 
 from jaxrl_async import sample
 from jaxrl_async.sampler.sampler import DecodeLoop

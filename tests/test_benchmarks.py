@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         "weight_transfer", "generate", "train_step", "shared_prefixes", "end_to_end", "limits",
         "swap", "checkpoint", "chaos", "faults", "soak", "simulate", "wire",
         "weight_transfer --remote", "samplers_at_scale", "sleeping_tools",
-        "lora", "adapters",
+        "lora", "adapters", "asynchrony", "asynchrony --swaps",
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):

@@ -82,6 +82,8 @@ def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
     assert done[3].token_ids.tolist() == [11, 22] and done[3].stop is StopReason.EOS
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_are_swapped_between_two_steps_and_versions_say_which(make_engine) -> None:
     live: list[int] = []
 

@@ -94,6 +94,7 @@ def test_text_stays_text_and_what_was_before_comes_back(capsys):
     assert logging.getLogger().handlers == handlers and sys.stdout is out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_line_of_a_run_and_of_its_sampler_process_is_an_entry(tmp_path):
     """Also those about signals, which are written past Python's streams."""

@@ -224,6 +224,8 @@ def log_records(data, block=32768):
             whole = b""
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
 def test_mlflow_has_the_run_in_a_store_of_sqlite(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="the extra [mlflow] is not installed")

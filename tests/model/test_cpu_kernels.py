@@ -220,6 +220,8 @@ def test_without_a_compiler_the_log_says_what_to_do(
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_kernels
 def test_the_library_is_built_once(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

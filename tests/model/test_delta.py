@@ -117,6 +117,8 @@ def logprobs(params, ids: np.ndarray, places: np.ndarray, segments: np.ndarray) 
     return np.asarray(token_logprobs(SPEC, params, rows).logprobs)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_decoder_gives_packed_sequences_the_log_probs_that_they_have_alone() -> None:
     segments = np.asarray(SEGMENTS)
     ids = np.random.default_rng(4).integers(0, SPEC.vocab, len(segments))

@@ -83,7 +83,13 @@ def test_the_levels_of_nf4_are_quantiles_of_a_normal_distribution():
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind"), [(DENSE, "int8"), (DENSE, "nf4"), (ROUTED, "int4")], ids=str
+    ("spec", "kind"),
+    [
+        pytest.param(DENSE, "int8", marks=pytest.mark.exhaustive),
+        (DENSE, "nf4"),
+        pytest.param(ROUTED, "int4", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+    ids=str,
 )
 def test_trainer_and_sampler_compute_what_the_base_stands_for(spec, kind):
     """Log-probs of both are as near as without quantisation, and so is the adapter's gradient."""

@@ -193,6 +193,8 @@ def prompts_of(folder: Path, store: ImageStore) -> list[np.ndarray]:
     return [ours_of(folder, [{"role": "user", "content": parts}], store) for parts in asks]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sampler_draws_from_what_the_trainer_computes(gemma) -> None:
     model, folder = gemma
     store, policy = store_of(folder), Policy.from_pretrained(folder)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -25,6 +27,8 @@ def programs_kept_in(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*-cache")}
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_was_compiled_for_one_folder_is_found_in_a_copy_of_it(tmp_path: Path) -> None:
     first = programs_kept_in(tmp_path / "first")
     assert any("lambda" in name for name in first)

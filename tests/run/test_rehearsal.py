@@ -82,7 +82,17 @@ def counts(programs: Programs) -> dict[str, int]:
     return {n: p._cache_size() for n, p in zip(Programs._fields, programs, strict=True)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        *(
+            pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for kind in KINDS
+            if kind != "plain"
+        ),
+    ],
+)
 def test_the_runs_samplers_find_their_programs_and_draw_the_same(kind, tmp_path, monkeypatch, used):
     slots, words = 8 + 2 * list(KINDS).index(kind), KINDS[kind]
     then: list[dict[str, int]] = []

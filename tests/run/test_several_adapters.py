@@ -128,6 +128,8 @@ def test_each_of_two_adapters_learns_what_it_would_learn_alone(tmp_path: Path) -
         assert (tmp_path / "both" / name / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

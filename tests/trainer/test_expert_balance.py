@@ -197,6 +197,8 @@ def assert_close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=limit, err_msg=str(path))
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_neither_micro_batches_nor_rows_change_a_balanced_update():
     params = uneven(ROUTED)
     wanted, report = updated(step_of(ROUTED, LOSS), params)
@@ -289,6 +291,8 @@ def test_other_jobs_balance_over_all_of_their_micro_batches(job):
     assert measured["train/loss"] == pytest.approx(wanted["train/loss"]), "held out: not added"
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_balance_improves_and_without_it_does_not():
     maxima = {}
     for section in (LOSS, BalanceSection()):
