@@ -106,11 +106,6 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
     return (capacity - reuse + reuse * lookahead) // groups_per_step
 
 
-def staleness_of(group: EpisodeGroup, version: int) -> int:
-    """Return the trainer's version minus that of the group's oldest token."""
-    return version - group.oldest_version
-
-
 def split_stale(
     groups: Sequence[EpisodeGroup], version: int, max_staleness: int
 ) -> tuple[tuple[EpisodeGroup, ...], tuple[tuple[EpisodeGroup, Drop], ...]]:
@@ -123,8 +118,9 @@ def split_stale(
 def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:
     """Return why a group may not be trained on at this version: too stale, or drawn by weights that
     the trainer does not have yet; None if it may."""
-    if group.newest_version > version:
+    oldest, newest = group.version_range
+    if newest > version:
         return Drop.FROM_THE_FUTURE
-    if staleness_of(group, version) > max_staleness:
+    if version - oldest > max_staleness:
         return Drop.STALE
     return None

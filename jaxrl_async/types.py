@@ -224,7 +224,7 @@ class Episode:
     @property
     def num_drawn(self) -> int:
         """Number of tokens that the policy drew."""
-        return int(self.drawn.sum())
+        return int(np.count_nonzero(self.drawn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,14 +239,23 @@ class EpisodeGroup:
     @property
     def oldest_version(self) -> int:
         """Smallest version of any drawn token; the ticket's if nothing was drawn."""
-        drawn = [int(e.versions[e.drawn].min()) for e in self.episodes if e.drawn.any()]
-        return min(drawn, default=self.ticket.version)
+        return self.version_range[0]
 
     @property
     def newest_version(self) -> int:
         """Largest version of any drawn token; the ticket's if nothing was drawn."""
-        drawn = [int(e.versions[e.drawn].max()) for e in self.episodes if e.drawn.any()]
-        return max(drawn, default=self.ticket.version)
+        return self.version_range[1]
+
+    @property
+    def version_range(self) -> tuple[int, int]:
+        """oldest_version and newest_version."""
+        if not self.episodes:
+            return self.ticket.version, self.ticket.version
+        drawn = np.concatenate([e.drawn for e in self.episodes])
+        versions = np.concatenate([e.versions for e in self.episodes])[drawn]
+        if not len(versions):
+            return self.ticket.version, self.ticket.version
+        return int(versions.min()), int(versions.max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

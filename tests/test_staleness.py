@@ -16,7 +16,6 @@ from jaxrl_async.staleness import (
     memory_bound,
     never_fills_a_step,
     split_stale,
-    staleness_of,
     worst_staleness,
 )
 from jaxrl_async.testing.fakes import make_group
@@ -121,7 +120,7 @@ def test_admission_is_what_is_left_and_never_negative():
 
 def test_the_oldest_token_decides_not_the_newest():
     mixed = group(0, 3, 5, 6)
-    assert staleness_of(mixed, 6) == 3
+    assert mixed.oldest_version == 3 and mixed.newest_version == 6
     assert drop_reason(mixed, 6, 2) is Drop.STALE
     assert drop_reason(mixed, 6, 3) is None
 

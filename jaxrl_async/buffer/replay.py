@@ -29,13 +29,13 @@ from jaxrl_async.buffer.contents import (
     LastDraw,
     lengths,
 )
+from jaxrl_async.buffer.judge import Judge
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports import Clock
 from jaxrl_async.staleness import (
     capacity,
-    drop_reason,
     least_limit,
     may_admit,
     memory_bound,
@@ -118,6 +118,7 @@ class ReplayBuffer:
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
+        self._judge, self._judge_again = Judge(), Judge()  # of ready groups, of kept ones
         self._last_draw = LastDraw()
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._cancelled: list[CancelledGroup] = []  # since the last draw
@@ -377,20 +378,18 @@ class ReplayBuffer:
         """Drop what may not be trained on; return whether a step can be filled."""
         contents, settings = self._contents, self._settings
         oldest = settings.max_staleness if settings.waits else self._limit
-        reasons = {n: drop_reason(g, version, oldest) for n, g in contents.ready.items()}
-        dropped = [n for n, reason in reasons.items() if reason is not None]
-        retired = [
-            n for n, g in contents.kept.items() if drop_reason(g, version, self._limit) is not None
-        ]
-        for number, reason in reasons.items():
-            if reason is not None:
-                self._drop(contents.ready[number], reason, version)
+        dropped = self._judge.unfit(contents.ready, version, oldest)
+        retired = self._judge_again.unfit(contents.kept, version, self._limit)
+        for number, reason in dropped.items():
+            self._drop(contents.ready[number], reason, version)
         for number in retired:
             self._retire(number, version)
-        if sum(map(len, self._selected(version))) == settings.groups_per_step:
+        wanted = settings.groups_per_step
+        enough = len(contents.ready) + len(contents.kept) >= wanted
+        if enough and sum(map(len, self._selected(version))) == wanted:
             return True
         if dropped or retired:
-            self._note(look=version, dropped=dropped, retired=retired)
+            self._note(look=version, dropped=list(dropped), retired=list(retired))
         self._raise_if_hopeless()
         return False
 

@@ -8,6 +8,7 @@ in staleness.py needs. With lookahead 0 the window is one group, and fresh group
 in order of admission whatever the rank.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -79,11 +80,12 @@ def select(
     waiting = list(pending)
     taken: list[int] = []
     while waiting and len(taken) < count:
-        window = [n for n in waiting if n <= waiting[0] + lookahead and n in ready]
+        end = bisect_right(waiting, waiting[0] + lookahead)
+        window = [(ranks[n], at) for at, n in enumerate(waiting[:end]) if n in ready]
         if not window:
             break
-        taken.append(min(window, key=ranks.__getitem__))
-        waiting.remove(taken[-1])
+        _, at = min(window)
+        taken.append(waiting.pop(at))
     return tuple(taken)
 
 

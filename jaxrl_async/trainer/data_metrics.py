@@ -10,7 +10,14 @@ import numpy as np
 
 from jaxrl_async.algorithms.forks import without_forks
 from jaxrl_async.algorithms.peers import split_group
-from jaxrl_async.types import CancelledGroup, Drop, EpisodeGroup, FloatArray, StopReason
+from jaxrl_async.types import (
+    CancelledGroup,
+    Drop,
+    EpisodeGroup,
+    FloatArray,
+    IntArray,
+    StopReason,
+)
 
 
 def group_measures(
@@ -27,6 +34,7 @@ def group_measures(
         kl: the divergence from the policy that drew each token, per group and episode [length].
             None: not known.
     """
+    lags = _lags_of(groups, version)
     members = [without_forks(g) for g in groups]
     episodes = [e for g in members for e in g.episodes]
     rewards = np.array([s.total for g in members for s in g.scores], np.float64)
@@ -46,8 +54,8 @@ def group_measures(
         "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
         "rollout/contexts_mean": float(np.mean([len(e.starts) for e in episodes])),
         **_mask_measures(groups),
-        **_lag_measures(groups, version),
-        **_by_lag(groups, version, kl),
+        **_lag_measures(groups, version, lags),
+        **_by_lag(groups, lags, kl),
     }
 
 
@@ -75,21 +83,27 @@ def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
 
 
-def _lag_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
-    """Report drawn tokens by lag (trainer's version minus the token's): mean, max and counts."""
-    drawn = np.concatenate([version - e.versions[e.drawn] for g in groups for e in g.episodes])
-    if not len(drawn):
+def _lags_of(groups: Sequence[EpisodeGroup], version: int) -> IntArray:
+    """Return the trainer's version minus the token's, of all drawn tokens in their order."""
+    episodes = [e for g in groups for e in g.episodes]
+    drawn = np.concatenate([e.drawn for e in episodes])
+    return version - np.concatenate([e.versions for e in episodes])[drawn]
+
+
+def _lag_measures(groups: Sequence[EpisodeGroup], version: int, lags: IntArray) -> dict[str, float]:
+    """Report drawn tokens by lag, as _lags_of: mean, max and counts."""
+    if not len(lags):
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
-    lags = {
+    counts = {
         f"staleness/tokens_lag_{lag}": float(n)
-        for lag, n in sorted(Counter(drawn.tolist()).items())
+        for lag, n in zip(*np.unique(lags, return_counts=True), strict=True)
     }
     oldest = max(version - g.oldest_version for g in groups)
-    return {"staleness/mean": float(drawn.mean()), "staleness/max": float(oldest), **lags}
+    return {"staleness/mean": float(lags.mean()), "staleness/max": float(oldest), **counts}
 
 
 def _by_lag(
-    groups: Sequence[EpisodeGroup], version: int, kl: Sequence[Sequence[FloatArray]] | None
+    groups: Sequence[EpisodeGroup], lags: IntArray, kl: Sequence[Sequence[FloatArray]] | None
 ) -> dict[str, float]:
     """Report for each lag the mean reward and length of the tokens' episodes, and the mean KL."""
     pairs = [(e, s.total) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)]
@@ -101,10 +115,9 @@ def _by_lag(
     if kl is not None:
         flat = [values for of_group in kl for values in of_group]
         columns["kl"] = np.concatenate([v[e.drawn] for v, e in zip(flat, episodes, strict=True)])
-    lags = np.concatenate([version - e.versions[e.drawn] for e in episodes])
     return {
         f"staleness/lag_{lag}_{name}": float(column[lags == lag].mean(dtype=np.float64))
-        for lag in sorted(set(lags.tolist()))
+        for lag in np.unique(lags)
         for name, column in columns.items()
     }
 

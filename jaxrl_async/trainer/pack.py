@@ -10,6 +10,7 @@ begin with (prefix_plan): then a segment has positions from where it leaves it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,22 +85,24 @@ def pack(
         sampler_columns: what is packed of the sampler's choices.
         share_prefixes: lay what contexts of a group begin with once for several of them.
     """
+    lengths: list[int] = []
     for index, sequence in enumerate(sequences):
-        _check(index, sequence, row_length)
-    lengths = [part.stop - part.start for s in sequences for part in s.contexts]
+        lengths += _checked_lengths(index, sequence, row_length)
     keys = _keys(sequences, sampler_columns) if share_prefixes else None
     rows = plan_rows(lengths, row_length, keys)
     layout = _layout(sampler_columns)
     if len(lengths) > len(sequences):
         layout["offsets"] = (), np.int32
     batch = _empty(len(rows), row_length, layout)
-    places = iter(_places(rows, lengths))
-    for index, sequence in enumerate(sequences):
-        columns = _columns(sequence, index)
-        columns |= _sampler_columns(sequence, sampler_columns)
-        for part, place in zip(sequence.contexts, places, strict=False):
-            laid = slice(part.start + place.skipped, part.stop)
-            _write(batch, place, {name: values[laid] for name, values in columns.items()})
+    if lengths:
+        laid = _laid(rows, lengths, row_length)
+        for name, values in (_columns(sequences) | laid.columns).items():
+            column = getattr(batch, name)
+            if column is not None:
+                column.reshape(-1)[laid.there] = (
+                    values if name in laid.columns else values[laid.tokens]
+                )
+        _write_choices(batch, sequences, sampler_columns, laid)
     return batch
 
 
@@ -198,11 +201,12 @@ def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
     return parts
 
 
-def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
-    """Raise DataError where a context does not fit a row or learns its first token."""
+def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> list[int]:
+    """Return the lengths of a sequence's contexts. Raise DataError where one does not fit a row or
+    learns its first token."""
     bounds, length = [*sequence.starts, len(sequence.token_ids)], len(sequence.token_ids)
-    lengths = np.diff(bounds)
-    if bounds[0] != 0 or (length and (lengths < 1).any()):
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if bounds[0] != 0 or (length and min(lengths) < 1):
         raise DataError(
             f"sequence {index} of the step, of {length} tokens, has contexts that start at "
             f"{sequence.starts}. They must begin at 0 and ascend, each with at least one token."
@@ -212,20 +216,21 @@ def _check(index: int, sequence: TrainSequence, row_length: int) -> None:
             f"sequence {index} of the step has {max(lengths)} tokens, more than a row of "
             f"{row_length}. Raise trainer.row_length, or leave such sequences out."
         )
-    if length and sequence.mask[list(sequence.starts)].any():
+    if length and any(sequence.mask[start] for start in sequence.starts):
         raise DataError(
             f"sequence {index} of the step learns its first token, or that of a later context, "
             "which nothing predicts. Start every context with at least one prompt token."
         )
+    return lengths
 
 
-class _Place(NamedTuple):
-    """Where a context lies in the rows."""
+class _Laid(NamedTuple):
+    """Where the tokens of all sequences, one behind the other, lie in the rows; [laid] each, by
+    token."""
 
-    row: int
-    start: int
-    segment: int
-    skipped: int  # of its first tokens, which are not laid
+    tokens: NDArray[np.int64]  # which of all tokens is laid
+    there: NDArray[np.int64]  # flat index in the rows
+    columns: dict[str, NDArray[np.int64]]  # positions, segment_ids
 
 
 def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[PrefixKey]:
@@ -241,45 +246,67 @@ def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[P
     return keys
 
 
-def _places(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int]) -> list[_Place]:
-    """Return the place of each context, given the contexts of each row."""
-    places = {}
+def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int) -> _Laid:
+    """Return where the tokens of all contexts lie, given the contexts of each row and their
+    lengths."""
+    starts, segments, skips = [0] * len(lengths), [0] * len(lengths), [0] * len(lengths)
     for row, members in enumerate(rows):
-        start = 0
+        start = row * row_length
         for segment, (context, skipped) in enumerate(members, 1):
-            places[context] = _Place(row, start, segment, skipped)
+            starts[context], segments[context], skips[context] = start, segment, skipped
             start += lengths[context] - skipped
-    return [places[context] for context in range(len(lengths))]
+    whole = np.array(lengths)
+    laid = whole - np.array(skips)
+    within = np.arange(laid.sum()) - np.repeat(np.cumsum(laid) - laid, laid)
+    return _Laid(
+        tokens=np.repeat(np.cumsum(whole) - laid, laid) + within,
+        there=np.repeat(starts, laid) + within,
+        columns={
+            "positions": np.repeat(skips, laid) + within,
+            "segment_ids": np.repeat(segments, laid),
+        },
+    )
 
 
-def _write(batch: PackedBatch, place: _Place, columns: dict[str, NDArray[Any]]) -> None:
-    """Write what is laid of one context into its row: its columns, and where it lies."""
-    length = len(columns["token_ids"])
-    there = place.row, slice(place.start, place.start + length)
-    for name, values in columns.items():
-        column = getattr(batch, name)
-        if column is not None:
-            column[there] = values
-    batch.positions[there] = np.arange(place.skipped, place.skipped + length)
-    batch.segment_ids[there] = place.segment
+def _columns(sequences: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
+    """Return the values of the columns but where tokens lie, of all sequences one behind the other;
+    what is not learnt is cleared."""
+    lengths = [len(s.token_ids) for s in sequences]
+    ends = np.cumsum(lengths)
+    groups = [i if s.group is None else s.group for i, s in enumerate(sequences)]
+    mask = np.concatenate([s.mask for s in sequences])
+    supervised = np.repeat([s.supervised for s in sequences], lengths)
 
+    def learnt(values: Sequence[NDArray[Any]], otherwise: float) -> NDArray[Any]:
+        return np.where(mask, np.concatenate(values), otherwise)
 
-def _columns(sequence: TrainSequence, index: int) -> dict[str, NDArray[Any]]:
-    """Return one sequence's values of the columns but where it lies; what is not learnt is
-    cleared."""
-    mask, length = sequence.mask, len(sequence.token_ids)
-    group = index if sequence.group is None else sequence.group
     return {
-        "token_ids": sequence.token_ids,
-        "mask": mask & (not sequence.supervised),
-        "behavior_logprobs": np.where(mask, sequence.behavior_logprobs, 0.0),
-        "versions": np.where(mask, sequence.versions, NOT_DRAWN),
-        "advantages": np.where(mask, sequence.advantages, 0.0),
-        "sequence_ids": np.full(length, index),
-        "group_ids": np.full(length, group),
-        "supervised": mask & sequence.supervised,
-        "offsets": np.arange(length),
+        "token_ids": np.concatenate([s.token_ids for s in sequences]),
+        "mask": mask & ~supervised,
+        "behavior_logprobs": learnt([s.behavior_logprobs for s in sequences], 0.0),
+        "versions": learnt([s.versions for s in sequences], NOT_DRAWN),
+        "advantages": learnt([s.advantages for s in sequences], 0.0),
+        "sequence_ids": np.repeat(np.arange(len(sequences)), lengths),
+        "group_ids": np.repeat(groups, lengths),
+        "supervised": mask & supervised,
+        "offsets": np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
     }
+
+
+def _write_choices(
+    batch: PackedBatch, sequences: Sequence[TrainSequence], wanted: SamplerColumns, laid: _Laid
+) -> None:
+    """Write the sampler's columns, sequence by sequence: a token may have thousands of numbers."""
+    if wanted == NO_SAMPLER_COLUMNS:
+        return
+    ends = np.cumsum([len(s.token_ids) for s in sequences])
+    begins = ends - [len(s.token_ids) for s in sequences]
+    bounds = np.searchsorted(laid.tokens, [begins, ends])  # laid tokens ascend
+    for sequence, begin, first, last in zip(sequences, begins, *bounds, strict=True):
+        own, there = laid.tokens[first:last] - begin, laid.there[first:last]
+        for name, values in _sampler_columns(sequence, wanted).items():
+            column = getattr(batch, name)
+            column.reshape(-1, *column.shape[2:])[there] = values[own]
 
 
 def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:

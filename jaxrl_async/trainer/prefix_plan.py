@@ -70,7 +70,8 @@ def plan_rows(
         row_length: tokens in a row.
         keys: of the contexts; None: nothing is shared.
     """
-    apart = _in_rows([[LaidContext(i, 0)] for i in range(len(lengths))], lengths, row_length)
+    rows = first_fit_decreasing(lengths, row_length)
+    apart = [[LaidContext(context, 0) for context in row] for row in rows]
     if keys is None or len(apart) < 2:
         return apart
     of_group: dict[int, list[int]] = {}

@@ -1,0 +1,29 @@
+"""Which finished groups may be trained on: each is looked at once for a version and a bound."""
+
+from collections.abc import Mapping
+
+from jaxrl_async.staleness import drop_reason
+from jaxrl_async.types import Drop, EpisodeGroup
+
+
+class Judge:
+    """Finds the groups that may not be trained on. A trainer that waits asks after each group that
+    comes in, and those that were fit at the last question still are. Not locked."""
+
+    def __init__(self) -> None:
+        self._at = (-1, -1)  # version and bound of the last question
+        self._fit = set[int]()  # numbers of groups that were fit at those
+
+    def unfit(
+        self, groups: Mapping[int, EpisodeGroup], version: int, max_staleness: int
+    ) -> dict[int, Drop]:
+        """Return why groups may not be trained on at this version, by number."""
+        if self._at != (version, max_staleness):
+            self._at, self._fit = (version, max_staleness), set()
+        looked_at = {
+            n: drop_reason(group, version, max_staleness)
+            for n, group in groups.items()
+            if n not in self._fit
+        }
+        self._fit |= {n for n, reason in looked_at.items() if reason is None}
+        return {n: reason for n, reason in looked_at.items() if reason is not None}
