@@ -37,10 +37,13 @@ FLAT = (
     "checkpoint",
     "metrics",
     "model",
+    "data.jsonl",
 )
 """Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
 that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
 
+COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
+"""Columns that a task looks for, and the settings of data.jsonl that say what they are called."""
 Reward = str | Mapping[str, Any] | Callable[..., Any]
 """A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
 Data = str | Path | Iterable[Any]
@@ -97,7 +100,7 @@ def configured(
     if isinstance(brought.data, str | Path) or job != "rl":
         _put_files(tree, brought, folder)
     elif brought.data is not None:
-        task = _with_records(task or Task(), brought)
+        task = _with_records(task or Task(), brought, _taken_columns(tree))
     elif brought.eval_data is not None:
         raise ConfigError("train: eval_data is given without data. Give both.")
     if functions:
@@ -124,8 +127,10 @@ def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str,
 
 
 def _names_in(section: str) -> set[str]:
-    """Return the names of a section's settings."""
-    kind = Config.model_fields[section].annotation
+    """Return the names of a section's settings; a section within another is written with a dot."""
+    kind: Any = Config
+    for name in section.split("."):
+        kind = kind.model_fields[name].annotation
     return set() if kind is None else set(kind.model_fields)
 
 
@@ -150,7 +155,9 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
         return
     for section in FLAT:
         if name in _names_in(section):
-            tree[section] = _joined(tree.get(section) or {}, {name: value})
+            outer, _, inner = section.partition(".")
+            found = {inner: {name: value}} if inner else {name: value}
+            tree[outer] = _joined(tree.get(outer) or {}, found)
             return
     known = {*Config.model_fields, *(n for section in FLAT for n in _names_in(section))}
     near = get_close_matches(name, known, n=1)
@@ -215,11 +222,55 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
     )
 
 
-def _with_records(task: Task, brought: Brought) -> Task:
+def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    held_out = None if brought.eval_data is None else _records(brought.eval_data, "eval_data")
-    return dataclasses.replace(task, records=_records(brought.data, "data"), held_out=held_out)
+    train = _renamed(_records(brought.data, "data"), columns, "data")
+    held_out = None
+    if brought.eval_data is not None:
+        held_out = _renamed(_records(brought.eval_data, "eval_data"), columns, "eval_data")
+    return dataclasses.replace(task, records=train, held_out=held_out)
+
+
+def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
+    """Take the names of columns out of data.jsonl, which a task's records do not read: return the
+    column that a task looks for, and the records' own name of it."""
+    data = tree.get("data") or {}
+    jsonl = dict(data.get("jsonl") or {})
+    taken = {
+        column: jsonl.pop(setting)
+        for column, setting in COLUMNS.items()
+        if isinstance(jsonl.get(setting), str)
+    }
+    if taken:
+        tree["data"] = {**data, "jsonl": jsonl}
+    return taken
+
+
+def _renamed(
+    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str
+) -> list[dict[str, Any]]:
+    """Return records that have, beside their own columns, those that a task looks for. Raises
+    DataError."""
+    asked = [columns[c] for c in ("prompt", "messages") if c in columns]
+    renamed = []
+    for index, record in enumerate(records):
+        found = {column: record[own] for column, own in columns.items() if own in record}
+        question = next((c for c in ("prompt", "messages") if c in found), None)
+        missing = [] if question or not asked else asked
+        if "answer" in columns and "answer" not in found:
+            missing = [*missing, columns["answer"]]
+        if missing:
+            raise DataError(
+                f"train: {name}[{index}] has no column {' or '.join(map(repr, missing))}, only "
+                f"{', '.join(map(str, record))}. Correct it, or prompt_field, messages_field or "
+                "answer_field."
+            )
+        if question == "prompt":  # what is named counts before messages
+            record = {key: value for key, value in record.items() if key != "messages"}
+            found.pop("messages", None)
+        renamed.append({**record, **found})
+    return renamed
 
 
 def _records(data: Any, name: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Show live progress: lines redrawn in place on a terminal, one line per step elsewhere."""
+"""Show live progress: redrawn in place on a terminal and in a notebook, one line per step elsewhere."""
 
 import sys
 import time
@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
 
 EVERY_S = 2.0
 """Least seconds between two plain lines; first, last and evaluation steps always get one."""
@@ -54,8 +56,8 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 
 class Console:
-    """The run's progress on a terminal or in a log, and for a caller. One thread at a time may call
-    it."""
+    """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at a
+    time may call it."""
 
     def __init__(
         self,
@@ -67,7 +69,8 @@ class Console:
         on_step: OnStep | None = None,
         name: str = "",
     ) -> None:
-        """Make the display; `live` None means live if the stream is a terminal.
+        """Make the display; `live` None means live if the stream is a terminal, or if none is given
+        and this is a notebook's kernel.
 
         name: of one of several runs, which plain lines begin with.
         """
@@ -78,14 +81,12 @@ class Console:
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=self._stream)
-        wanted = (
-            self._rich.is_terminal and not self._rich.is_dumb_terminal if live is None else live
-        )
-        self._live = (
-            Live(get_renderable=self._draw, console=self._rich, refresh_per_second=4)
-            if wanted
-            else None
-        )
+        terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._live: Live | CellDisplay | None = None
+        if live is None and stream is None and in_notebook():
+            self._live = CellDisplay(self._in_cell)
+        elif terminal if live is None else live:
+            self._live = Live(get_renderable=self._draw, console=self._rich, refresh_per_second=4)
         self._started = False
         self._spinner = Spinner("dots")
 
@@ -153,15 +154,28 @@ class Console:
         self._printed_at = self._clock()
         print(f"{self._name}{line}", file=self._stream, flush=True)
 
+    def _in_cell(self) -> tuple[str, str]:
+        # As _draw, on the cell's own thread
+        progress = self._progress
+        phase = f"{progress.phase}  {progress.detail}".strip()
+        clock = f"{self._clock_text(progress)}  {phase}".strip()
+        numbers = labelled_values(progress)
+        drawn = progress_html(progress.step, progress.total_steps, clock, numbers)
+        return drawn, f"{plain_line(progress)}  {phase}".strip()
+
+    def _clock_text(self, progress: ConsoleProgress) -> str:
+        """Return the time since the start, and what is left."""
+        left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
+        return f"{duration(self._clock() - self._start)}{left}"
+
     def _draw(self) -> Group:
         # Runs on rich's own thread. It reads one reference, whose object never changes.
         progress = self._progress
         table = Table.grid(padding=(0, 1))
-        left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
         table.add_row(
             Text(f"step {progress.step}/{progress.total_steps}", style="bold"),
             ProgressBar(total=progress.total_steps, completed=progress.step, width=32),
-            Text(f"{duration(self._clock() - self._start)}{left}", style="dim"),
+            Text(self._clock_text(progress), style="dim"),
         )
         numbers = Text()
         for label, value in labelled_values(progress):

@@ -12,6 +12,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import Environment, Task
+from jaxrl_async.tasks.task_source import opening_of, question_of
 
 RECORDS = [{"question": f"{n}", "answer": f"{n}"} for n in range(30)]
 
@@ -55,6 +56,36 @@ def test_texts_are_prompts_and_any_iterable_of_mappings_is_data(tmp_path) -> Non
 )
 def test_a_setting_may_be_given_by_its_own_name(tmp_path, settings, read, value) -> None:
     assert read(settled(tmp_path, settings=settings)[0]) == value
+
+
+def test_columns_of_a_file_are_named_by_settings_of_their_own(tmp_path) -> None:
+    names = {"prompt_field": "asked", "answer_field": "wanted"}
+    jsonl = settled(tmp_path, data="records.jsonl", settings=names)[0].data.jsonl
+    assert (jsonl.prompt_field, jsonl.answer_field) == ("asked", "wanted")
+
+
+def test_columns_of_records_may_have_any_name(tmp_path) -> None:
+    names = {"prompt_field": "asked", "answer_field": "wanted", "messages_field": "talk"}
+    talk = [{"role": "user", "content": "2 + 2"}]
+    records = [
+        {"asked": "1 + 1", "wanted": "2", "messages": "of something else", "source": "a book"},
+        {"talk": talk, "wanted": "4"},
+    ]
+    held_out = [{"asked": "0 + 0", "wanted": "0"}]
+    given = {"data": records, "eval_data": held_out, "reward": right}
+    config, task = settled(tmp_path, **given, settings=names)
+    assert task is not None and task.held_out == [{**held_out[0], "prompt": "0 + 0", "answer": "0"}]
+    first, second = task.records
+    assert (question_of(first), first["answer"], first["source"]) == ("1 + 1", "2", "a book")
+    assert opening_of(first, "first") == ([], None), "messages are another column here"
+    assert opening_of(second, "second") == (talk, None) and second["answer"] == "4"
+    assert config.data.jsonl.prompt_field == "question", "a task's records do not read it"
+    with pytest.raises(DataError, match=r"data\[1\] has no column 'asked', only prompt, wanted"):
+        wrong = [records[0], {"prompt": "3", "wanted": "3"}]
+        settled(tmp_path, data=wrong, reward=right, settings={"prompt_field": "asked"})
+    with pytest.raises(DataError, match=r"eval_data\[0\] has no column 'wanted'"):
+        given["eval_data"] = [{"asked": "0 + 0", "answer": "0"}]
+        settled(tmp_path, **given, settings=names)
 
 
 def test_settings_change_a_file_a_mapping_or_a_config_and_leave_the_rest(tmp_path) -> None:
