@@ -57,8 +57,10 @@ class CellDisplay:
             self._handle.update(_bundle(drawn), raw=True)
 
 
-def progress_html(done: int, total: int, clock: str, numbers: list[tuple[str, str]]) -> str:
-    """Return a bar with its clock, and labelled numbers below."""
+def progress_html(
+    done: int, total: int, clock: str, numbers: list[tuple[str, str]], curves: list[str]
+) -> str:
+    """Return a bar with its clock, and labelled numbers and curves of text below."""
     shown = " &nbsp; ".join(
         f'<span style="opacity:.6">{escape(label)}</span> {escape(value)}'
         for label, value in numbers
@@ -66,7 +68,7 @@ def progress_html(done: int, total: int, clock: str, numbers: list[tuple[str, st
     return (
         f'<div style="font-family:monospace"><b>step {done}/{total}</b> '
         f'<progress value="{done}" max="{total}" style="width:20em"></progress> {escape(clock)}'
-        f"<br>{shown}</div>"
+        f"<br>{shown}{''.join(f'<br>{escape(line)}' for line in curves)}</div>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Show live progress: redrawn in place on a terminal and in a notebook, one line per step elsewhere."""
+"""Show live progress: redrawn in place on a terminal and in a notebook, lines elsewhere."""
 
 import sys
 import time
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
+from jaxrl_async.metrics.curves import curve
 
 EVERY_S = 2.0
 """Least seconds between two plain lines; first, last and evaluation steps always get one."""
@@ -50,14 +51,19 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Label, key, format. The held-out reward is shown only without an accuracy."""
 
 
+CURVES = ("reward", "eval", "eval reward", "eval loss", "pairs right")
+"""Labels of SHOWN that get a curve, the first two that the run has."""
+CURVE_WIDTH = 48
+"""Columns of a curve, at most."""
+
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Called with the number of a finished update (0: the evaluation before the first) and its metrics.
 """
 
 
 class Console:
-    """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at a
-    time may call it."""
+    """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at
+    a time may call it."""
 
     def __init__(
         self,
@@ -79,6 +85,7 @@ class Console:
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._seen: dict[str, list[float]] = {}  # by key of SHOWN, for the curves
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=self._stream)
         terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
@@ -114,6 +121,8 @@ class Console:
             eta_s=eta_s(self._times, total),
             elapsed_s=now - self._start,
         )
+        for key in {key for _, key, _ in SHOWN} & values.keys():
+            self._seen.setdefault(key, []).append(values[key])
         first = len(self._times) == 1
         evaluated = any(key.startswith("eval/") for key in values)
         due = now - self._printed_at >= EVERY_S or first or step == total or evaluated
@@ -160,13 +169,24 @@ class Console:
         phase = f"{progress.phase}  {progress.detail}".strip()
         clock = f"{self._clock_text(progress)}  {phase}".strip()
         numbers = labelled_values(progress)
-        drawn = progress_html(progress.step, progress.total_steps, clock, numbers)
+        curves = [f"{label}  {drawn}" for label, drawn in self._curves(CURVE_WIDTH)]
+        drawn = progress_html(progress.step, progress.total_steps, clock, numbers, curves)
         return drawn, f"{plain_line(progress)}  {phase}".strip()
 
     def _clock_text(self, progress: ConsoleProgress) -> str:
         """Return the time since the start, and what is left."""
         left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
         return f"{duration(self._clock() - self._start)}{left}"
+
+    def _curves(self, width: int) -> list[tuple[str, str]]:
+        """Return label with range, and curve, of up to two numbers that were measured twice."""
+        found = []
+        for label, key, form in SHOWN:
+            values = list(self._seen.get(key, ()))  # the other thread may append meanwhile
+            if label in CURVES and len(values) > 1:
+                extent = f"{form(min(values))} to {form(max(values))}"
+                found.append((f"{label} {extent}", curve(values, width)))
+        return found[:2]
 
     def _draw(self) -> Group:
         # Runs on rich's own thread. It reads one reference, whose object never changes.
@@ -183,6 +203,9 @@ class Console:
         rows: list[Table | Text | Spinner] = [table]
         if numbers.plain:
             rows.append(numbers)
+        if not self._rich.options.ascii_only:
+            for label, drawn in self._curves(min(CURVE_WIDTH, self._rich.width - 28)):
+                rows.append(Text(f"{label:<27} ", style="dim").append(drawn, style="green"))
         if progress.phase:
             self._spinner.update(text=Text(f"{progress.phase}  {progress.detail}", style="dim"))
             rows.append(self._spinner)

@@ -125,6 +125,27 @@ def test_the_live_display_draws_and_leaves_its_last_state_on_the_screen():
     assert "step 7/10" in text and "0.900" in text and text.rstrip().endswith("done")
 
 
+def test_the_live_display_has_curves_of_what_was_measured_twice():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
+    with Console(10, stream=stream, live=True) as console:
+        for step, reward in enumerate([0.0, 0.5, 1.0]):
+            console.step(step, {"reward/mean": reward, "staleness/mean": reward})
+        console.step(3, {"reward/mean": 0.5, "eval/accuracy": 0.25})
+    stream.flush()
+    text = stream.buffer.getvalue().decode()
+    assert "reward 0.000 to 1.000" in text and "▁▅█▅" in text
+    assert "staleness 0" not in text and "eval 0.250 to" not in text
+
+
+def test_a_terminal_without_such_characters_gets_no_curves():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace", newline="")
+    with Console(10, stream=stream, live=True) as console:
+        for step, reward in enumerate([0.0, 1.0]):
+            console.step(step, {"reward/mean": reward})
+    stream.flush()
+    assert b"0.000 to 1.000" not in stream.buffer.getvalue()
+
+
 def test_a_stream_that_is_no_terminal_gets_no_control_characters():
     stream = io.StringIO()
     console = Console(3, stream=stream)
