@@ -47,7 +47,7 @@ COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "an
 Reward = str | Mapping[str, Any] | Callable[..., Any]
 """A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
 Data = str | Path | Iterable[Any]
-"""A file or folder of records, or the records: mappings, or texts (prompts)."""
+"""A file or folder of records, or the records: mappings, texts (prompts), or a table of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,13 @@ def _renamed(
 
 def _records(data: Any, name: str) -> list[dict[str, Any]]:
     """Return records as dicts; a text is a prompt. Raises DataError."""
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"train: {name} is a mapping of {', '.join(map(repr, data))}. Give a list of records; "
+            f"of a data set with splits give one of them, such as {name}['train']."
+        )
+    data = _rows_of_table(data)
+    if not isinstance(data, Iterable):
         raise DataError(
             f"train: {name} is a {type(data).__name__}. Give records in a list, a dataset, or the "
             "path of a file."
@@ -293,6 +299,18 @@ def _records(data: Any, name: str) -> list[dict[str, Any]]:
     if not records:
         raise DataError(f"train: {name} is empty. Give at least two records.")
     return records
+
+
+def _rows_of_table(data: Any) -> Any:
+    """Return the rows of a data frame (pandas, polars) or an Arrow table, which iterate over their
+    columns; all else as it is."""
+    if hasattr(data, "columns") and hasattr(data, "to_dicts"):
+        return data.to_dicts()
+    if hasattr(data, "columns") and hasattr(data, "to_dict"):
+        return data.to_dict("records")
+    if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
+        return data.to_pylist()
+    return data
 
 
 def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:

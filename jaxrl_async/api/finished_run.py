@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.metrics.notebook import run_svg
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import points
 from jaxrl_async.model.policy import Policy
@@ -17,10 +18,14 @@ from jaxrl_async.run.folder import Paths
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a run. Everything is read when it is asked for."""
+    """The results of a run. Everything is read when it is asked for. As the last line of a
+    notebook's cell it is a picture: rewards by update, and who was busy when."""
 
     path: Path
-    """The run's folder."""
+    """The run's folder; a text is taken for one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
 
     @property
     def config(self) -> Config:
@@ -66,6 +71,9 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def _repr_svg_(self) -> str:
+        return run_svg(self.metrics)
 
     @property
     def _paths(self) -> Paths:

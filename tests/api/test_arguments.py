@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas
+import pyarrow
 import pytest
+from datasets import Dataset
 
 from jaxrl_async.api.arguments import Brought, configured
 from jaxrl_async.config.load import load
@@ -40,6 +43,15 @@ def test_texts_are_prompts_and_any_iterable_of_mappings_is_data(tmp_path) -> Non
     _, task = settled(tmp_path, data=iter(["a", "b"]), reward=right, eval_data=({"prompt": "c"},))
     assert task is not None and task.records == [{"prompt": "a"}, {"prompt": "b"}]
     assert task.held_out == [{"prompt": "c"}]
+
+
+def test_a_table_gives_its_rows_and_a_data_set_with_splits_is_refused(tmp_path) -> None:
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    for table in (pandas.DataFrame(rows), pyarrow.Table.from_pylist(rows), Dataset.from_list(rows)):
+        _, task = settled(tmp_path, data=table, reward=right)
+        assert task is not None and list(task.records or ()) == rows
+    with pytest.raises(DataError, match=r"mapping of 'train', 'test'.*data\['train'\]"):
+        settled(tmp_path, data={"train": rows, "test": rows}, reward=right)
 
 
 @pytest.mark.parametrize(
