@@ -42,6 +42,8 @@ FLAT = (
 """Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
 that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
 
+QUESTIONS = ("question", "prompt", "messages")
+"""Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
 """Columns that a task looks for, and the settings of data.jsonl that say what they are called."""
 Reward = str | Mapping[str, Any] | Callable[..., Any]
@@ -113,6 +115,26 @@ def configured(
     with handed_over(task) as name:
         tree["task"] = name
         yield load(tree, where="train")
+
+
+def check_given(
+    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
+) -> None:
+    """Require data and a model of a call that names no configuration: the defaults would train
+    random weights on the embedded task. Arguments as configured's. Raises ConfigError."""
+    if config is not None:
+        return
+    named = settings.keys()
+    if brought.data is None and brought.task is None and not {"source", "jsonl", "runs"} & named:
+        raise ConfigError(
+            "train: there is no data. Give records (data=[{'question': ..., 'answer': ...}]), a "
+            "file of them, or a task; config='recipe:addition' trains on the embedded one."
+        )
+    if brought.model is None and not {"architecture", "path", "decoder"} & named:
+        raise ConfigError(
+            "train: there is no model. Give model=DIRECTORY, a name on the hub, a Policy, or "
+            "model={'architecture': {'layers': 2}} for random weights."
+        )
 
 
 def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str, Any]]]:
@@ -225,10 +247,12 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    train = _renamed(_records(brought.data, "data"), columns, "data")
+    asks = not (task.environment or task.game or task.program)  # nobody else asks the question
+    train = _renamed(_records(brought.data, "data"), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
-        held_out = _renamed(_records(brought.eval_data, "eval_data"), columns, "eval_data")
+        held_out = _records(brought.eval_data, "eval_data")
+        held_out = _renamed(held_out, columns, "eval_data", asks=asks)
     return dataclasses.replace(task, records=train, held_out=held_out)
 
 
@@ -248,16 +272,19 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _renamed(
-    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str
+    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
-    """Return records that have, beside their own columns, those that a task looks for. Raises
-    DataError."""
+    """Return records that have, beside their own columns, those that a task looks for; asks: each
+    needs a question. Raises DataError."""
     asked = [columns[c] for c in ("prompt", "messages") if c in columns]
+    usual = QUESTIONS if asks else ()
     renamed = []
     for index, record in enumerate(records):
         found = {column: record[own] for column, own in columns.items() if own in record}
         question = next((c for c in ("prompt", "messages") if c in found), None)
         missing = [] if question or not asked else asked
+        if not question and not asked and usual and all(record.get(c) is None for c in usual):
+            missing = list(usual)
         if "answer" in columns and "answer" not in found:
             missing = [*missing, columns["answer"]]
         if missing:

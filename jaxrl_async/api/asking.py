@@ -191,6 +191,8 @@ def listed_prompts(prompts: Asked | Sequence[Asked]) -> list[Asked]:
     messages."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise DataError(f"prompts is a {type(prompts).__name__}. Give a text, messages, or a list.")
     each: list[Any] = list(prompts)
     if each and all(isinstance(message, Mapping) for message in each):
         return [each]  # a conversation

@@ -1,5 +1,6 @@
 """The arguments of jaxrl_async.train as a configuration and a task."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow
 import pytest
 from datasets import Dataset
 
+import jaxrl_async
 from jaxrl_async.api.arguments import Brought, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
@@ -52,6 +54,39 @@ def test_a_table_gives_its_rows_and_a_data_set_with_splits_is_refused(tmp_path) 
         assert task is not None and list(task.records or ()) == rows
     with pytest.raises(DataError, match=r"mapping of 'train', 'test'.*data\['train'\]"):
         settled(tmp_path, data={"train": rows, "test": rows}, reward=right)
+
+
+def test_records_without_a_question_are_refused_by_their_place(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"data\[2\] has no column 'question' or 'prompt' or 'mess"):
+        settled(tmp_path, data=[*RECORDS[:2], {"q": "a"}], reward=right)
+    _, task = settled(tmp_path, data=[{"q": "a"}, {"q": "b"}], task=Task(environment=Asks))
+    assert task is not None and len(list(task.records or ())) == 2
+
+
+class Asks(Environment):
+    def reset(self, record: Any) -> str:
+        return str(record["q"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "m", "reward": right}, "there is no data"),
+        ({"data": RECORDS, "reward": right}, "there is no model"),
+        ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
+        (
+            {"data": RECORDS, "model": "m", "max_new_tokens": 500},
+            "cannot be drawn in sampler.max_l",
+        ),
+    ],
+)
+def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, given, said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        jaxrl_async.train(**given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -168,8 +203,7 @@ def test_an_environment_class_is_a_task(tmp_path) -> None:
 
 
 def test_the_public_name_trains_also_once_the_module_of_this_name_is_imported() -> None:
-    import jaxrl_async.train
-
+    importlib.import_module("jaxrl_async.train")
     assert callable(jaxrl_async.train) and "train" in jaxrl_async.__all__
     with pytest.raises(ConfigError, match="reward has a int"):
         jaxrl_async.train(reward=[3])
