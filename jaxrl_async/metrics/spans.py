@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jaxrl_async.metrics import otlp
+
 log = logging.getLogger(__name__)
 
 TRACE_FILE = "trace.json"
@@ -134,7 +136,7 @@ def recorded_spans(
     path: Path | None, process: str, is_ours: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Record the spans of this process inside the `with`, and write them at its end, whatever ends
-    it.
+    it; they are also sent to a collector that OpenTelemetry's variables name (metrics/otlp.py).
 
     path: the file; None: nothing is recorded. If its folder is not there at the end nothing is
         written.
@@ -154,6 +156,8 @@ def recorded_spans(
         try:
             if path.parent.is_dir() and is_ours():
                 write_trace(recorder, path, process)
+                since_s = time.time() - TRACE_CLOCK()
+                otlp.send(recorder.tracks(), process, path.parent.name, since_s)
         except OSError as error:
             log.warning("the spans could not be written to %s: %s", path, error)
 
