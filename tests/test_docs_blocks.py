@@ -21,6 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}
 PARTNERS = {
     "python.md": "a policy of the page's own name: tests/test_docs.py",
+    "own_model.md": "the hub: notebooks/your_own_model.ipynb",
     "README.md": "as docs/python.md",
     "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
     "import openai": "a server: tests/endpoint/test_served.py",

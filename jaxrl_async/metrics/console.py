@@ -18,8 +18,9 @@ from rich.text import Text
 from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
 from jaxrl_async.metrics.curves import curve
 
-EVERY_S = 2.0
-"""Least seconds between two plain lines; first, last and evaluation steps always get one."""
+EVERY_S, LONGEST_S = 2.0, 60.0
+"""Least seconds between two plain lines, at the start and after an hour; first, last and evaluation
+steps always get one."""
 WINDOW = 32
 """Steps from which the remaining time is estimated."""
 
@@ -106,7 +107,7 @@ class Console:
         )
         if self._live is not None:
             self._show()
-        elif changed or (detail and now - self._printed_at >= EVERY_S):
+        elif changed or (detail and now - self._printed_at >= spacing_s(now - self._start)):
             self._print(f"[{duration(now - self._start)}] {name}{f': {detail}' if detail else ''}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -125,7 +126,8 @@ class Console:
             self._seen.setdefault(key, []).append(values[key])
         first = len(self._times) == 1
         evaluated = any(key.startswith("eval/") for key in values)
-        due = now - self._printed_at >= EVERY_S or first or step == total or evaluated
+        spaced = now - self._printed_at >= spacing_s(now - self._start)
+        due = spaced or first or step == total or evaluated
         if self._live is not None:
             self._show()
         elif due:
@@ -228,6 +230,12 @@ def plain_line(progress: ConsoleProgress) -> str:
     if progress.eta_s is not None and progress.step < progress.total_steps:
         parts.append(f"eta {duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def spacing_s(elapsed_s: float) -> float:
+    """Return the least seconds between two plain lines so long after the start: a sixtieth of it,
+    so that a log of days has some thousand lines."""
+    return min(max(EVERY_S, elapsed_s / 60), LONGEST_S)
 
 
 def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:

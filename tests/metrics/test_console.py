@@ -153,3 +153,11 @@ def test_a_stream_that_is_no_terminal_gets_no_control_characters():
     console.step(1, VALUES)
     console.summary(["done"])
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_log_of_two_days_has_no_more_than_a_line_a_minute_after_the_first_hour():
+    console, clock, stream = plain(total=100_000)
+    for step in range(1, 48 * 360):
+        clock.now += 10.0
+        console.step(step, {"reward/mean": 0.1})
+    assert 2 * 24 * 60 - 60 <= len(stream.getvalue().splitlines()) <= 2 * 24 * 60 + 250
