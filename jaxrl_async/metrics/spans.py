@@ -156,8 +156,8 @@ def recorded_spans(
         try:
             if path.parent.is_dir() and is_ours():
                 write_trace(recorder, path, process)
-                since_s = time.time() - TRACE_CLOCK()
-                otlp.send(recorder.tracks(), process, path.parent.name, since_s)
+                run = path.parent if path.name.startswith("trace.") else path.parent.parent
+                otlp.send(recorder.tracks(), process, run.name, time.time() - TRACE_CLOCK())
         except OSError as error:
             log.warning("the spans could not be written to %s: %s", path, error)
 
