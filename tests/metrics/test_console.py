@@ -3,8 +3,16 @@
 import io
 
 import pytest
+from rich.console import Console as RichConsole
 
-from jaxrl_async.metrics.console import Console, ConsoleProgress, duration, eta_s, plain_line
+from jaxrl_async.metrics.console import (
+    Console,
+    ConsoleProgress,
+    duration,
+    eta_s,
+    plain_line,
+    shown_part,
+)
 
 VALUES = {
     "reward/mean": 0.53149,
@@ -90,6 +98,37 @@ def test_a_phase_is_announced_once_and_its_detail_now_and_then():
         "[0:02] warm start: 4/10",
         "[0:04] warm start: 8/10",
     ]
+
+
+def test_a_phase_that_counts_says_how_long_it_takes():
+    console, clock, stream = plain()
+    console.phase("warm start", "compiling")
+    for i in range(1, 11):
+        clock.now += 3.0
+        console.counted("warm start", i, 10, f"loss {10 - i}.0")
+    lines = stream.getvalue().splitlines()
+    assert lines[:4] == [
+        "[0:00] warm start: compiling",
+        "[0:03] warm start: 1/10, loss 9.0",
+        "[0:06] warm start: 2/10, loss 8.0, eta 0:24",
+        "[0:09] warm start: 3/10, loss 7.0, eta 0:21",
+    ]
+    assert lines[-1] == "[0:30] warm start: 10/10, loss 0.0"
+    console.phase("training")
+    console.step(1, VALUES)
+    assert stream.getvalue().splitlines()[-1].startswith("step  1/10  reward")
+
+
+def test_the_bar_is_that_of_the_phase_while_it_counts():
+    stream = io.StringIO()
+    console = Console(120, stream=stream, live=True, clock=Clock())
+    console.counted("warm start", 72, 500, "loss 0.9")
+    shown = RichConsole(file=io.StringIO(), width=100)
+    with shown.capture() as capture:
+        shown.print(console._draw())
+    console.close()
+    assert "warm start 72/500" in capture.get() and "loss 0.9" in capture.get()
+    assert shown_part(ConsoleProgress(total_steps=120, step=3)) == ("step", 3, 120)
 
 
 def test_the_eta_follows_the_recent_pace():
