@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, DataError
+from jaxrl_async.metrics.metric import names_a_known_metric
 from jaxrl_async.metrics.notebook import run_svg
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import points
@@ -59,8 +61,16 @@ class Run:
         return Policy.from_pretrained(self._paths.policy)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps at which a metric was measured, with its values."""
-        return points(self.metrics, name)
+        """Return the steps at which a metric was measured, with its values; none: not in this run.
+        Raises DataError for a name that no metric has."""
+        lines = self.metrics
+        found = points(lines, name)
+        if not found and not names_a_known_metric(name):
+            there = sorted({key for line in lines for key in line})
+            near = get_close_matches(name, there, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "docs/metrics.md has all names."
+            raise DataError(f"{name!r} is no metric of {self.path}. {hint}")
+        return found
 
     def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
         """Return the metrics by column, with None where a step has not measured one: what
@@ -77,4 +87,6 @@ class Run:
 
     @property
     def _paths(self) -> Paths:
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: there is no such run, from {Path.cwd()} on.")
         return Paths(self.path)

@@ -14,7 +14,7 @@ import jaxrl_async
 from jaxrl_async.api.arguments import Brought, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import Environment, Task
 from jaxrl_async.tasks.task_source import opening_of, question_of
@@ -61,6 +61,19 @@ def test_records_without_a_question_are_refused_by_their_place(tmp_path) -> None
         settled(tmp_path, data=[*RECORDS[:2], {"q": "a"}], reward=right)
     _, task = settled(tmp_path, data=[{"q": "a"}, {"q": "b"}], task=Task(environment=Asks))
     assert task is not None and len(list(task.records or ())) == 2
+
+
+def test_a_run_says_that_it_is_not_there_and_which_metric_was_meant(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such run"):
+        _ = jaxrl_async.Run(tmp_path / "none").metrics
+    lines = '{"step": 1, "reward/mean": 0.5, "reward/correct": 0.25}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    run = jaxrl_async.Run(str(tmp_path))  # type: ignore[arg-type]
+    assert run.curve("reward/mean") == [(1, 0.5)] and run.curve("eval/accuracy") == []
+    assert run._repr_svg_().startswith("<svg")
+    for name, near in (("reward/men", "reward/mean"), ("reward/corect", "reward/correct")):
+        with pytest.raises(DataError, match=f"Did you mean '{near}'"):
+            run.curve(name)
 
 
 class Asks(Environment):

@@ -305,7 +305,7 @@ def _tried(
             return schemas
         lengths.append(length)
     raise ConfigError(
-        f"the first {len(lengths)} held-out records begin with {min(lengths)} tokens and more, "
+        f"held-out records ({len(lengths)} were tried) begin with {min(lengths)} tokens and more, "
         f"which leaves no room for an answer in sampler.max_length={max_length}: nothing would be "
         "learnt. Raise max_length, or shorten the records."
     )
