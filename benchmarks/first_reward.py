@@ -18,11 +18,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PEERS = Path(__file__).parent / "peers"
-sys.path.insert(0, str(PEERS))
+from peers.environments import ENVIRONMENTS, python_of
+from peers.lines_of_environments import counted_lines
 
-from environments import ENVIRONMENTS, python_of  # noqa: E402
-from lines_of_environments import counted_lines  # noqa: E402
+PEERS = Path(__file__).parent / "peers"
 
 NAMES = {"ours": "jaxrl_async", "trl": "TRL", "tunix": "Tunix"}
 LONGEST_S = 480

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
     if task.program is not None:
         return own
     envs = ChatEnvs(task, chat, chat_limits(config), lambda name: None)
-    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[0]))
+    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[:1]))
 
 
 def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
@@ -286,7 +287,7 @@ def chat_limits(config: Config) -> ChatLimits:
 
 
 def _tried(
-    envs: ChatEnvs, examples: Sequence[Prompt], max_length: int
+    envs: ChatEnvs, examples: Sequence[Prompt], max_length: float = math.inf
 ) -> Sequence[Mapping[str, Any]]:
     """Begin an episode and end it; return the environment's tools. Where that leaves no room for an
     answer the next is tried. Raises ConfigError, also if none of them has room."""
