@@ -82,7 +82,7 @@ def test_a_torn_json_file_is_a_data_error_that_names_it(tmp_path, name):
 
 
 def test_missing_and_torn_tokenizers_are_data_errors(tmp_path):
-    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"neither tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(DataError, match="not a tokenizer"):
