@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from builders import tiny_params, tiny_spec
 
+import jaxrl_async
 from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.config.load import help_of_fields, load
 from jaxrl_async.config.schema import AlgorithmSection, Config
@@ -108,6 +109,21 @@ def test_a_generated_page_is_what_is_generated(page):
     text = importlib.import_module(GENERATED[page]).markdown()
     assert f"python -m {GENERATED[page]} > docs/{page}" in text
     assert (ROOT / "docs" / page).read_text("utf-8") == text, f"run the command in docs/{page}"
+
+
+def test_the_changelog_has_a_section_for_each_version_up_to_this_one():
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    named = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    versions = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \(\d{4}-\d\d-\d\d\)", n) for n in named[1:]]
+    assert named[0] == "Unreleased" and versions and all(versions)
+    numbers = [tuple(map(int, v.groups())) for v in versions]
+    assert numbers == sorted(numbers, reverse=True)
+    major, minor, patch = numbers[0]
+    released, next_one = f"{major}.{minor}.{patch}", f"{major}.{minor + 1}.0.dev0"
+    assert jaxrl_async.__version__ in (released, next_one)
+    for older, newer in zip(versions[1:], versions[:-1], strict=True):
+        section = text.split(f"## {newer[0]}")[1].split("\n## ")[0]
+        assert f"### Upgrading from {'.'.join(older.groups())}" in section
 
 
 def test_settings_that_the_table_of_names_tells_are_there():
