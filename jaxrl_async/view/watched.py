@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
 from jaxrl_async.view.sections import WARM
+from jaxrl_async.view.spans import RunSpans, read_spans, trace_files
 
 MAX_LINE = 2**24
 """Longest line that is read, bytes."""
@@ -174,6 +175,7 @@ class WatchedRun:
         self._warm = WatchedMetrics(GrowingFile(root / WARM_START / METRICS_FILE), WARM)
         self._samples_file = GrowingFile(root / SAMPLES_FILE)
         self._samples: list[Sample] = []
+        self._spans, self._traces = RunSpans(), ""
 
     def look(self) -> str:
         """Read on; return a word that differs if anything has changed."""
@@ -182,7 +184,8 @@ class WatchedRun:
             self._warm.read()
             self._read_samples()
             files = (self._metrics.file, self._warm.file, self._samples_file)
-            return "-".join(str(number) for file in files for number in file.stamp)
+            stamps = "-".join(str(number) for file in files for number in file.stamp)
+            return f"{stamps}-{stamp_of(trace_files(self.root))}"
 
     def _columns(self) -> dict[str, Column]:
         return {**self._metrics.columns, **self._warm.columns}
@@ -245,6 +248,14 @@ class WatchedRun:
                 key: (c.values[0], c.values[-1], min(c.values), max(c.values)) if c.steps else ()
                 for key, c in sorted(self._columns().items())
             }
+
+    def spans(self) -> RunSpans:
+        """Return the spans that the run has written; read again when their files change."""
+        with self._lock:
+            stamp = stamp_of(trace_files(self.root))
+            if stamp != self._traces:
+                self._spans, self._traces = read_spans(self.root), stamp
+            return self._spans
 
     def steps(self) -> int:
         """Return the number of the newest step, 0 if there is none."""
@@ -321,3 +332,13 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
+
+
+def stamp_of(files: list[Path]) -> str:
+    """Return a word that differs if any of the files has changed."""
+    words = []
+    for path in files:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            words.append(f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}")
+    return "-".join(words)

@@ -64,6 +64,13 @@ def test_a_game_is_the_same_twice_and_resumed_in_the_middle(tmp_path: Path) -> N
     assert all(s["prompt"] == "<user>1 to 8<eos><assistant>" for s in shown)
     several = [s for s in shown if s["turns"] > 1]
     assert several and all("<eos><user>" in s["completion"] for s in several)
+    for tokens in (s["tokens"] for s in shown):
+        drawn = [v is not None for v in tokens["version"]]
+        for name in ("advantage", "difference"):  # over turns, in the episode's own order
+            assert [v is not None for v in tokens[name]] == drawn
+        known = zip(tokens["difference"], drawn, strict=True)
+        assert max(abs(v) for v, is_drawn in known if is_drawn) < 1e-4, "of the same weights"
+    assert any(v for s in shown for v in s["tokens"]["advantage"])
     steps = [line for line in metrics_of(whole) if "train/loss" in line]
     assert all(line["rollout/turns_mean"] > 1 for line in steps)
     assert all(line["reward/mean"] >= 0 and "reward/correct" in line for line in steps)

@@ -89,6 +89,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
 
 def make_outlets(
     config: Config,
+    learner: Learner,
     side: RolloutSide,
     observer: Observer,
     checkpoints: Checkpoints,
@@ -107,6 +108,7 @@ def make_outlets(
         samples_every=config.metrics.samples_every,
         lockstep=lockstep,
         opponents=inputs.opponents,
+        sights=lambda: learner.sights,
     )
     saver = RunSaver(
         config=config,
