@@ -50,8 +50,9 @@ def compare(page: Page) -> None:
 
 def by_advantage(page: Page) -> None:
     """Colour tokens by their advantage, of groups that differ."""
+    page.select_option("[name=run]", index=1)
     page.select_option("[name=color]", "advantage")
-    page.fill("[name=last]", "50")
+    page.fill("[name=last]", "20")
 
 
 def four_steps(page: Page) -> None:

@@ -218,6 +218,12 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
     ), "negative, none, positive"
     assert seen["difference"][:10] == [""] * 10 and "--c1" in seen["difference"][10]
     assert seen["version"][0] and not seen["version"][10] and set(seen[""]) == {""}
+    shown.fill("[name=least]", "1")  # the members whose tokens are not recorded
+    shown.select_option("[name=color]", "advantage")
+    sees(shown.locator("#samples > .hint")).to_have_text(
+        "12 samples: of these the advantage was not recorded"
+    )
+    shown.fill("[name=least]", "")
     title = tokens.first.get_attribute("title")
     assert "advantage -1.5" in title and "sampler's 1.00e-6" in title
 

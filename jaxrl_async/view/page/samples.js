@@ -14,8 +14,8 @@ const COLORS = {
   logprob: { label: "log-prob", share: ({ logprob }) => least(logprob / 4), inks: ["--c1", "--c1"] },
   version: { label: "version", share: ({ behind }) => behind, inks: ["--c3", "--c3"] },
   age: { label: "age when learnt", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"] },
-  advantage: { label: "advantage", share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c2"] },
-  difference: { label: "trainer less sampler", inks: ["--c1", "--c0"],
+  advantage: { label: "advantage", recorded: true, share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c2"] },
+  difference: { label: "trainer less sampler", recorded: true, inks: ["--c1", "--c0"],
     share: ({ difference }) => Math.sign(difference) * Math.max(0, sizeOf(difference)) },
 };
 
@@ -64,6 +64,10 @@ export function browse(place, ask, runs) {
     if (fresh) list.replaceChildren();
     skip += samples.length;
     count.textContent = found === 1 ? "1 sample" : `${found.toLocaleString("en")} samples`;
+    const wanted = COLORS[color.value];
+    if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
+      count.textContent += `: of these the ${wanted.label} was not recorded`;
+    }
     more.hidden = skip >= found;
     for (const group of grouped(samples)) list.append(groupOf(group, color.value));
     if (!found) list.replaceChildren(make("p", "There is no such sample (metrics.samples_every).", "none"));

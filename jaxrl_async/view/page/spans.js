@@ -154,10 +154,11 @@ export function lanesOf(run, ask, whole) {
     context.font = "11px system-ui";
     context.fillStyle = ink("--soft");
     const ticks = width < 560 ? 2 : 5;
+    const digits = Math.min(Math.max(Math.ceil(-Math.log10((to - from) / ticks || 1)), 0), 6);
     for (let i = 0; i <= ticks; i++) {
       const time = from + ((to - from) * i) / ticks;
       context.textAlign = i === ticks ? "right" : i ? "center" : "left";
-      context.fillText(timeOf(time), x(time), 12);
+      context.fillText(`${time.toFixed(digits)} s`, x(time), 12);
     }
     context.textAlign = "left";
     boxes = [];
