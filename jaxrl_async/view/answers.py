@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.summary import ages, dropped, faults, tiles
+from jaxrl_async.view.summary import ages, dropped, faults, lengths, tiles
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MAX_POINTS = 2000
@@ -66,11 +66,12 @@ def curves(runs: Runs, query: Query) -> Any:
 
 
 def summary(runs: Runs, query: Query) -> Any:
-    """Return a run's tiles, its learnt tokens by age, what it dropped and its faults."""
+    """Return a run's tiles, its learnt tokens by age, its lengths, its drops and its faults."""
     run = runs[query["run"][0]]
     return {
         "tiles": tiles(run),
         "ages": ages(run),
+        "lengths": lengths(run),
         "dropped": dropped(run),
         "faults": faults(run),
     }

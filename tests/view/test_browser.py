@@ -25,6 +25,7 @@ def write_run(root: Path, seed: int, steps: int, name: str = "metrics.jsonl") ->
             wave = math.sin(step * (seed + 1.7)) * 0.03
             line = {"reward/mean": 0.95 - 0.5 * math.exp(-step / 25) + wave, "train/loss": wave}
             line |= {"staleness/tokens_lag_0": 40.0, "staleness/tokens_lag_1": 88.0}
+            line |= {"rollout/lengths_to_16": 3.0, "rollout/lengths_to_8": 5.0}
             line |= {"sampler/idle_share": 0.1 + abs(wave), "trainer/idle_share": 0.2 - wave}
             file.write(json.dumps({"step": step, **line}) + "\n")
     with (root / "samples.jsonl").open("w") as file:
@@ -327,7 +328,8 @@ def test_a_drag_in_a_report_looks_closer_at_all_charts_but_the_warm_starts(repor
     changed = [one != other for one, other in zip(before, after, strict=True)]
     assert changed == [True] * (len(changed) - 1) + [False], "the last is of the warm start"
     report.click("[data-tab=ages]")
-    sees(report.locator(".bar meter")).to_have_count(2)
+    sees(report.locator(".bar meter")).to_have_count(4)
+    sees(report.locator("#ages")).to_contain_text("5 to 8600 (63 %)9 to 16360 (38 %)")
 
 
 def test_conversations_are_shown_by_role_with_their_branches(page):

@@ -19,7 +19,9 @@ from jaxrl_async.view.watched import SampleFilter, WatchedRun
 def recorded(root: Path, steps: int, *, resume: int | None = None) -> Recorder:
     recorder = Recorder(root, tensorboard=False, resume_step=resume)
     for step in range(0 if resume is None else resume + 1, steps):
-        recorder.log(step, {"reward/mean": step / 10, "staleness/tokens_lag_1": 8.0})
+        values = {"reward/mean": step / 10, "staleness/tokens_lag_1": 8.0}
+        values |= {"rollout/lengths_to_1": 1.0, "rollout/lengths_to_8": 3.0}
+        recorder.log(step, values)
         record = {"prompt": f"p{step}", "completion": "<script>x</script>", "reward": step % 2}
         recorder.samples(step, [{**record, "stop": "length" if step % 3 else "eos", "group": step}])
     return recorder
@@ -130,10 +132,13 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         assert learning["charts"][0]["curves"] == [["reward/mean", "mean"]]
         curves = ask(server, "/api/curves", run="b", key=["reward/mean", "no/such"], last=1)
         assert curves == {"reward/mean": [[0, 1], [0.0, 0.1]]}
-        (age,) = ask(server, "/api/summary", run="a")["ages"]
+        told = ask(server, "/api/summary", run="a")
+        assert told["lengths"] == {"1": 4.0, "5 to 8": 12.0}
+        (age,) = told["ages"]
         assert (age["age"], age["tokens"]) == (1, 32.0)
         keys = [row["key"] for row in ask(server, "/api/extents", run="a")]
-        assert keys == ["reward/mean", "staleness/tokens_lag_1"]
+        counts = ["rollout/lengths_to_1", "rollout/lengths_to_8"]
+        assert keys == ["reward/mean", *counts, "staleness/tokens_lag_1"]
         answer = ask(server, "/api/samples", run="a", count=1, text="script")
         assert answer["found"] == 4 and answer["samples"][0]["prompt"] == "p3"
         for path in FILES:

@@ -118,7 +118,7 @@ function zoom(range) {
 async function listAges() {
   const place = at("ages"), parts = [];
   for (const run of visible()) {
-    const { ages, dropped, faults } = await ask("/api/summary", { run: run.name });
+    const { ages, lengths, dropped, faults } = await ask("/api/summary", { run: run.name });
     parts.push(make("h2", `${run.name}: learnt tokens by age, in versions`));
     parts.push(bars(Object.fromEntries(ages.map((row) => [row.age, row.tokens])), "none counted"));
     const measured = ["reward", "length", "kl"].filter((name) => ages.some((row) => row[name] != null));
@@ -127,6 +127,7 @@ async function listAges() {
       parts.push(table(["age", ...measured], ages.map((row) =>
         [row.age, ...measured.map((name) => (row[name] == null ? "" : shown(row[name])))])));
     }
+    parts.push(make("h2", `${run.name}: learnt answers by length, in tokens`), bars(lengths, "none counted"));
     parts.push(make("h2", `${run.name}: groups dropped`), bars(dropped.groups, "none"));
     if (dropped.tokens) parts.push(make("p", `${shown(dropped.tokens)} tokens had been drawn for them.`, "hint"));
     parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
