@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from jaxrl_async import __version__
@@ -38,6 +39,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
+from jaxrl_async.trainer.beside import Finish
 from jaxrl_async.trainer.sight import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
 from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, Prompt
 
@@ -151,16 +153,27 @@ class StepReporter:
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
     ) -> None:
         """Report the step that made this version. groups: trained on in it."""
+        self.begin(version, values, groups)({})
+
+    def begin(
+        self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
+    ) -> Finish:
+        """Report as `report`, but show nothing yet; return what shows it, with further values."""
         values = self.observer.complete(values)
         values |= self._of_prompts(groups)
         values |= self.opponents.measures() if groups else {}
         if not self.recorder.writes:
-            return
+            return lambda more: None
         self.recorder.log(version, values)
         if groups and self.samples_every and version % self.samples_every == 0:
             self.recorder.samples(version, self._samples(groups[:SHOWN_GROUPS]))
+        return partial(self._finish, version, values)
+
+    def _finish(self, version: int, values: Mapping[str, float], more: Mapping[str, float]) -> None:
+        if more:
+            self.recorder.log(version, more)
         self.console.phase("training")
-        self.console.step(version, values)
+        self.console.step(version, {**values, **more})
 
     def _samples(self, groups: Sequence[EpisodeGroup]) -> list[dict[str, Any]]:
         """Return sample episodes; those of games say who sat where."""
