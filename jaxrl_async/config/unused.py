@@ -172,7 +172,7 @@ def _uses(config: Config) -> Iterator[Use]:
         lambda c: job in ("rl", "sft"),
         "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
     )
-    yield Use(("trainer.share_prefixes", "eval.beside"), lambda c: job == "rl", "run.job=rl")
+    yield Use(("trainer.share_prefixes",), lambda c: job == "rl", "run.job=rl")
     if job in ("preference", "reward_model"):
         yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
