@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType  # never `import types`: that is a module of ours
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.4.0.dev0"
 
 _HOMES = {
     "train": "jaxrl_async.api.training",

@@ -1,8 +1,10 @@
 """Split devices into a trainer slice and sampler slices; one table a role says how to shard."""
 
 import functools
+import importlib.util
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config import schema
 from jaxrl_async.config.processes import mesh_devices_per_process
 from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.host import has_tpu
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,17 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
 """How a sampler shards each logical axis: weights and KV pages over tensor and expert.
 
 Along the other axes of its mesh, devices repeat the same work."""
+
+
+def skip_absent_tpu() -> None:
+    """Keep JAX from starting libtpu, which logs many errors, on a host without any accelerator.
+
+    Without effect if JAX_PLATFORMS names a platform or JAX has found chips.
+    """
+    plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
+    asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
+    if not (plugins or asked or has_tpu()):
+        jax.config.update("jax_platforms", "cpu")
 
 
 class Slices(NamedTuple):

@@ -136,3 +136,18 @@ def test_a_module_that_shares_its_name_with_a_function_calls_it(name):
         "except jr.JaxrlError as error: print(error)"
     )
     assert "nothing.yaml: cannot be read" in in_fresh_process(code)
+
+
+def test_a_policy_is_loaded_without_a_word_of_libtpu(tmp_path):
+    """Where libtpu is installed and no TPU is there, JAX starts it unless it is told not to."""
+    code = f"""
+import jaxrl_async as jr
+try:
+    jr.Policy.from_pretrained({str(tmp_path / "none")!r})
+except jr.JaxrlError as error:
+    import jax
+    print(jax.default_backend(), "no such folder" in str(error))
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "libtpu" not in done.stderr and done.stdout.endswith(" True\n"), done.stderr

@@ -27,7 +27,7 @@ def run(folder: Path, source: str = "", before: str = ABSENT) -> subprocess.Comp
 
 
 def test_it_is_the_same_in_all():
-    assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1 and len(NOTEBOOKS) == 3
+    assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1 and len(NOTEBOOKS) == 4
 
 
 def test_where_the_project_is_nothing_is_installed(tmp_path):

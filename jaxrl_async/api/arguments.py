@@ -42,12 +42,14 @@ FLAT = (
 """Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
 that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
 
+QUESTIONS = ("question", "prompt", "messages")
+"""Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
 """Columns that a task looks for, and the settings of data.jsonl that say what they are called."""
 Reward = str | Mapping[str, Any] | Callable[..., Any]
 """A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
 Data = str | Path | Iterable[Any]
-"""A file or folder of records, or the records: mappings, or texts (prompts)."""
+"""A file or folder of records, or the records: mappings, texts (prompts), or a table of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,26 @@ def configured(
     with handed_over(task) as name:
         tree["task"] = name
         yield load(tree, where="train")
+
+
+def check_given(
+    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
+) -> None:
+    """Require data and a model of a call that names no configuration: the defaults would train
+    random weights on the embedded task. Arguments as configured's. Raises ConfigError."""
+    if config is not None:
+        return
+    named = settings.keys()
+    if brought.data is None and brought.task is None and not {"source", "jsonl", "runs"} & named:
+        raise ConfigError(
+            "train: there is no data. Give records (data=[{'question': ..., 'answer': ...}]), a "
+            "file of them, or a task; config='recipe:addition' trains on the embedded one."
+        )
+    if brought.model is None and not {"architecture", "path", "decoder"} & named:
+        raise ConfigError(
+            "train: there is no model. Give model=DIRECTORY, a name on the hub, a Policy, or "
+            "model={'architecture': {'layers': 2}} for random weights."
+        )
 
 
 def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str, Any]]]:
@@ -225,10 +247,12 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    train = _renamed(_records(brought.data, "data"), columns, "data")
+    asks = not (task.environment or task.game or task.program)  # nobody else asks the question
+    train = _renamed(_records(brought.data, "data"), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
-        held_out = _renamed(_records(brought.eval_data, "eval_data"), columns, "eval_data")
+        held_out = _records(brought.eval_data, "eval_data")
+        held_out = _renamed(held_out, columns, "eval_data", asks=asks)
     return dataclasses.replace(task, records=train, held_out=held_out)
 
 
@@ -248,16 +272,19 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _renamed(
-    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str
+    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
-    """Return records that have, beside their own columns, those that a task looks for. Raises
-    DataError."""
+    """Return records that have, beside their own columns, those that a task looks for; asks: each
+    needs a question. Raises DataError."""
     asked = [columns[c] for c in ("prompt", "messages") if c in columns]
+    usual = QUESTIONS if asks else ()
     renamed = []
     for index, record in enumerate(records):
         found = {column: record[own] for column, own in columns.items() if own in record}
         question = next((c for c in ("prompt", "messages") if c in found), None)
         missing = [] if question or not asked else asked
+        if not question and not asked and usual and all(record.get(c) is None for c in usual):
+            missing = list(usual)
         if "answer" in columns and "answer" not in found:
             missing = [*missing, columns["answer"]]
         if missing:
@@ -275,7 +302,13 @@ def _renamed(
 
 def _records(data: Any, name: str) -> list[dict[str, Any]]:
     """Return records as dicts; a text is a prompt. Raises DataError."""
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"train: {name} is a mapping of {', '.join(map(repr, data))}. Give a list of records; "
+            f"of a data set with splits give one of them, such as {name}['train']."
+        )
+    data = _rows_of_table(data)
+    if not isinstance(data, Iterable):
         raise DataError(
             f"train: {name} is a {type(data).__name__}. Give records in a list, a dataset, or the "
             "path of a file."
@@ -293,6 +326,18 @@ def _records(data: Any, name: str) -> list[dict[str, Any]]:
     if not records:
         raise DataError(f"train: {name} is empty. Give at least two records.")
     return records
+
+
+def _rows_of_table(data: Any) -> Any:
+    """Return the rows of a data frame (pandas, polars) or an Arrow table, which iterate over their
+    columns; all else as it is."""
+    if hasattr(data, "columns") and hasattr(data, "to_dicts"):
+        return data.to_dicts()
+    if hasattr(data, "columns") and hasattr(data, "to_dict"):
+        return data.to_dict("records")
+    if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
+        return data.to_pylist()
+    return data
 
 
 def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:

@@ -2,18 +2,22 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
+from jaxrl_async.data.images import ImageStore, holds_images, taken_images
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.wish import stop_ids
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.vision.reading import images_of
 from jaxrl_async.ports import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import IntArray, Message, Request, SamplingParams
 
 LOOK_S = 0.02
@@ -32,23 +36,34 @@ class Asker:
     """
 
     def __init__(
-        self, policy: Policy, *, section: SamplerSection | None = None, seed: int = 0
+        self,
+        policy: Policy | str | Path,
+        *,
+        section: SamplerSection | None = None,
+        seed: int = 0,
+        chat_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open a sampler on the default device. Raises ConfigError.
+        """Open a sampler on the default device. Raises ConfigError, DataError and CheckpointError.
 
         Args:
-            policy: with its tokenizer.
+            policy: with its tokenizer; or the directory of one, or its name on the hub.
             section: the settings of `sampler`; None: as Sampler's.
             seed: of the random numbers.
+            chat_arguments: what the chat template reads besides the messages, such as
+                {"enable_thinking": False}; as data.chat_arguments.
         """
-        if policy.tokenizer is None:
-            raise DataError(
-                "the policy has no tokenizer. Load it from a directory that has one, or give "
-                "Policy(..., tokenizer=...)."
-            )
+        policy = _loaded(policy)
         self._tokenizer: Tokenizer = policy.tokenizer
+        self._images: ImageStore | None = None
+        if policy.tower is not None:
+            self._images = images_of(policy.tower, policy.spec, policy.tokenizer)
+        if self._images is not None:  # a tokenizer of its own: it writes this store's images
+            self._tokenizer = Tokenizer(policy.tokenizer.hf, eos_ids=policy.tokenizer.eos_ids)
+            self._tokenizer.images = self._images
         self._chat: ChatFormat | None = None
-        self._sampler = Sampler(policy, section=section, seed=seed)
+        self._chat_arguments = dict(chat_arguments or {})
+        settings = SamplerSettings(images=self._images)
+        self._sampler = Sampler(policy, section=section, seed=seed, settings=settings)
         self._count = 0
 
     def close(self) -> None:
@@ -119,12 +134,13 @@ class Asker:
 
     def _request(self, prompt: Asked, most: int, sampling: SamplingParams) -> Request:
         self._count += 1
+        if isinstance(prompt, str) and self._chat_arguments:
+            prompt = [{"role": "user", "content": prompt}]
         chat = None if isinstance(prompt, str) else self._format()
         if isinstance(prompt, str):
             tokens = self._tokenizer.encode_prompt(prompt)
         else:
-            assert chat is not None, "conversations have a format"
-            tokens = chat.opening(list(prompt), ())
+            tokens = self._conversation(list(prompt))
         return Request(
             request_id=f"ask-{self._count}",
             token_ids=tokens,
@@ -133,13 +149,41 @@ class Asker:
             stop_token_ids=stop_ids(self._tokenizer, chat),
         )
 
+    def _conversation(self, messages: list[Any]) -> IntArray:
+        """Return the tokens of messages, images among them. Raises DataError."""
+        if self._images is None and holds_images(messages):
+            raise DataError(
+                "the prompt has an image, and the policy reads text alone. Load a Gemma 3 with its "
+                "vision tower (docs/images.md), or leave the image out."
+            )
+        asked, numbers = taken_images(messages, self._images)
+        tokens = self._format().opening(asked, ())
+        return tokens if self._images is None else self._images.named(tokens, numbers)
+
     def _format(self) -> ChatFormat:
         if self._chat is None:
-            self._chat = chat_format(self._tokenizer, None)
+            self._chat = chat_format(self._tokenizer, None, arguments=self._chat_arguments)
         return self._chat
 
     def _text(self, token_ids: IntArray) -> str:
         return self._tokenizer.decode(np.asarray(token_ids))
+
+
+def _loaded(policy: Policy | str | Path) -> Policy:
+    """Return a policy with its tokenizer. Raises DataError."""
+    if isinstance(policy, str | Path):
+        policy = Policy.from_pretrained(policy)
+    if not isinstance(policy, Policy):
+        raise DataError(
+            f"the policy is a {type(policy).__name__}. Give a Policy, such as run.policy, or the "
+            "directory of one."
+        )
+    if policy.tokenizer is None:
+        raise DataError(
+            "the policy has no tokenizer. Load it from a directory that has one, or give "
+            "Policy(..., tokenizer=...)."
+        )
+    return policy
 
 
 def listed_prompts(prompts: Asked | Sequence[Asked]) -> list[Asked]:
@@ -147,6 +191,8 @@ def listed_prompts(prompts: Asked | Sequence[Asked]) -> list[Asked]:
     messages."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise DataError(f"prompts is a {type(prompts).__name__}. Give a text, messages, or a list.")
     each: list[Any] = list(prompts)
     if each and all(isinstance(message, Mapping) for message in each):
         return [each]  # a conversation
@@ -161,7 +207,7 @@ def listed_prompts(prompts: Asked | Sequence[Asked]) -> list[Asked]:
 
 
 def generate(
-    policy: Policy,
+    policy: Policy | str | Path,
     prompts: Asked | Sequence[Asked],
     *,
     max_new_tokens: int = USUAL_TOKENS,
@@ -169,10 +215,11 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    chat_arguments: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return a policy's answer to each prompt, or to the only one; see Asker.generate, which is
-    quicker for several calls."""
-    with Asker(policy, seed=seed) as asker:
+    """Return the answer of a policy, or of the one in a directory, to each prompt, or to the only
+    one; see Asker.generate, which is quicker for several calls."""
+    with Asker(policy, seed=seed, chat_arguments=chat_arguments) as asker:
         return asker.generate(
             prompts,
             max_new_tokens=max_new_tokens,

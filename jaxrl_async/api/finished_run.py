@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, DataError
+from jaxrl_async.metrics.metric import names_a_known_metric
+from jaxrl_async.metrics.notebook import run_svg
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import points
 from jaxrl_async.model.policy import Policy
@@ -17,10 +20,14 @@ from jaxrl_async.run.folder import Paths
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a run. Everything is read when it is asked for."""
+    """The results of a run. Everything is read when it is asked for. As the last line of a
+    notebook's cell it is a picture: rewards by update, and who was busy when."""
 
     path: Path
-    """The run's folder."""
+    """The run's folder; a text is taken for one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
 
     @property
     def config(self) -> Config:
@@ -54,8 +61,16 @@ class Run:
         return Policy.from_pretrained(self._paths.policy)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps at which a metric was measured, with its values."""
-        return points(self.metrics, name)
+        """Return the steps at which a metric was measured, with its values; none: not in this run.
+        Raises DataError for a name that no metric has."""
+        lines = self.metrics
+        found = points(lines, name)
+        if not found and not names_a_known_metric(name):
+            there = sorted({key for line in lines for key in line})
+            near = get_close_matches(name, there, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "docs/metrics.md has all names."
+            raise DataError(f"{name!r} is no metric of {self.path}. {hint}")
+        return found
 
     def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
         """Return the metrics by column, with None where a step has not measured one: what
@@ -67,6 +82,11 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
+    def _repr_svg_(self) -> str:
+        return run_svg(self.metrics)
+
     @property
     def _paths(self) -> Paths:
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: there is no such run, from {Path.cwd()} on.")
         return Paths(self.path)

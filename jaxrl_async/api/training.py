@@ -4,6 +4,7 @@ The run is that of `python -m jaxrl_async.train`; the arguments are made a confi
 which is written to its folder.
 """
 
+import inspect
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.api.arguments import Brought, Data, Reward, configured
+from jaxrl_async.api.arguments import Brought, Data, Reward, check_given, configured
 from jaxrl_async.api.finished_run import Run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, StopTraining
@@ -58,13 +59,29 @@ def train(
         JaxrlError: the run failed; what it says is what to do.
     """
     brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
+    if on_step is not None:
+        _check_callback(on_step)
     with configured(brought, config, settings) as resolved:
+        check_given(brought, config, settings)
         if resolved.runs:
             raise ConfigError(
                 "train: runs: several adapters that learn in one run have no single policy to "
                 "return. Start them with python -m jaxrl_async.train FILE, or call train for each."
             )
         return Run(loop.train(resolved, on_step))
+
+
+def _check_callback(on_step: OnStep) -> None:
+    """Raise ConfigError if a callback cannot be called as it will be, hours later perhaps."""
+    try:
+        inspect.signature(on_step).bind(0, {})
+    except TypeError as error:
+        raise ConfigError(
+            f"train: on_step is called with the update's number and its metrics, and takes other "
+            f"arguments: {error}. Write def on_step(number, metrics)."
+        ) from None
+    except ValueError:  # a function of C, which tells no signature
+        return
 
 
 @dataclass(frozen=True, slots=True)

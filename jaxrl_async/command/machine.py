@@ -19,8 +19,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.host import TPU_FILES, has_tpu, version_of
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
-from jaxrl_async.run.host import TPU_FILES, has_tpu, version_of
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_DISK = 2 * GIB

@@ -305,6 +305,23 @@ def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
 
 
 @rule()
+def an_answer_fits_into_a_sequence(config: Config) -> Iterator[str]:
+    """Require a longest answer that is written down to be shorter than the longest sequence, which
+    would cut it off unasked."""
+    sampler = config.sampler
+    if (
+        "max_new_tokens" in sampler.model_fields_set
+        and config.run.job == "rl"
+        and sampler.max_new_tokens >= sampler.max_length
+    ):
+        yield (
+            f"sampler.max_new_tokens ({sampler.max_new_tokens}) cannot be drawn in "
+            f"sampler.max_length ({sampler.max_length}), which is of prompt and answer together. "
+            "Raise max_length, or lower max_new_tokens."
+        )
+
+
+@rule()
 def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
     """Require a packed row to be at least as long as a sequence."""
     if config.row_length < config.sampler.max_length:

@@ -190,7 +190,7 @@ def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) ->
         # With a limit, which the download itself has only for each of its many requests.
         hub.HfApi().repo_info(name, repo_type=_repo(kind), timeout=ASK_S)
     except Exception as error:
-        raise ConfigError(f"{missing}, and {_why(error)}; {remedy}.") from error
+        raise ConfigError(f"{missing}, and {_why(error)} {remedy}.") from error
     log.info("downloading %s from the Hugging Face hub", name)
     try:
         return Path(hub.snapshot_download(name, repo_type=_repo(kind), **chosen))
@@ -201,15 +201,15 @@ def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) ->
 
 
 def _why(error: Exception) -> str:
-    """Say why the hub did not tell what it has."""
+    """Say why the hub did not tell what it has, up to what to do."""
     kind = type(error).__name__
     if kind == "OfflineModeIsEnabled":
-        return "HF_HUB_OFFLINE is set: where there is a network"
+        return "HF_HUB_OFFLINE is set. Where there is a network,"
     if kind == "GatedRepoError":
-        return "its terms must be accepted on its page first: then `hf auth login`"
+        return "its terms must be accepted on its page first: then `hf auth login`;"
     if kind == "RepositoryNotFoundError":
-        return "the hub has none of this name, or it is private: `hf auth login`, or correct it"
-    return f"the hub cannot be reached ({kind}: {in_a_line(error, 160)}): where there is a network"
+        return "the hub has none of this name, or it is private: `hf auth login`, or correct it;"
+    return f"the hub cannot be reached ({kind}: {in_a_line(error, 160)}). Where there is a network,"
 
 
 def _has_weights(folder: Path) -> bool:

@@ -191,6 +191,12 @@ def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> An
     return {**message, "content": "".join(parts) if texts else parts}
 
 
+def holds_images(messages: Sequence[Any]) -> bool:
+    """Return whether a content part of one of these messages is an image."""
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    return any(_is_image(part) for c in contents if isinstance(c, list) for part in c)
+
+
 def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in KINDS
 

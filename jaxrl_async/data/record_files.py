@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 2**20
 """Longest line of a file of records; no more than this of a line is ever in memory."""
+TABLES = {".csv": "read_csv(FILE)", ".tsv": "read_table(FILE)", ".xlsx": "read_excel(FILE)"}
+"""Endings of tables that are not read, and what reads them."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """The first bytes that some programs write to a UTF-8 file."""
 LOGGED_RECORDS = 10
@@ -111,7 +114,7 @@ def parse_rows(
         copies += row.mark in seen
         seen.add(row.mark)
     if copies:
-        log.warning("%s: %d of %d records are copies of earlier ones", path, copies, len(records))
+        _tell_of_copies(str(path), copies, len(records))
     bad.judge(len(records), max_bad_share, remedy)
     return records
 
@@ -133,9 +136,33 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
     elif place.suffix == ".parquet":
         yield from _tables(place, _parquet_batches, [place])
     else:
+        _check_kind(place)
         for number, line in _lines(path):
             fields = line if isinstance(line, BadRecord) else _checked_object(line)
             yield Row(place=f"line {number}", fields=fields, mark=hash(line))
+
+
+def _check_kind(path: Path) -> None:
+    """Raise DataError for a file that other libraries read as a table."""
+    if path.suffix.lower() in TABLES:
+        raise DataError(
+            f"{path}: records are JSON lines or parquet. Give the table itself to "
+            f"jaxrl_async.train (data=pandas.{TABLES[path.suffix.lower()]}), or write it as JSON "
+            "lines (DataFrame.to_json(FILE, orient='records', lines=True))."
+        )
+    if path.suffix.lower() == ".json" and path.is_file():
+        with path.open("rb") as file:
+            if file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+                raise DataError(
+                    f"{path}: a list of records. Write one object a line (JSON lines), or give the "
+                    "list itself to jaxrl_async.train (data=json.load(FILE))."
+                )
+
+
+@cache
+def _tell_of_copies(path: str, copies: int, records: int) -> None:
+    """Log it once, though a file is read for each of its splits."""
+    log.warning("%s: %d of %d records are copies of earlier ones", path, copies, records)
 
 
 # --- JSON lines ----------------------------------------------------------------------------------

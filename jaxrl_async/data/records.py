@@ -284,7 +284,7 @@ class RecordReader:
             return value
         text = field_text(value)
         if text is None:
-            raise BadRecord(Bad.FIELD)
+            raise BadRecord(Bad.FIELD, _lacks(fields, names))
         return text
 
     def _conversation(self, asked: Any) -> tuple[Message, ...]:
@@ -342,7 +342,7 @@ class RecordReader:
         answer = field_text(value)
         reference = reference_of(value, answer, section.answer_mark)
         if reference is None or (self._taught and answer is None):
-            raise BadRecord(Bad.FIELD)
+            raise BadRecord(Bad.FIELD, _lacks(fields, [name]))
         return answer, reference
 
     def _fitting(self, token_ids: IntArray) -> IntArray:
@@ -433,6 +433,12 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
             "data.jsonl.eval_path."
         )
     return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
+
+
+def _lacks(fields: Mapping[str, Any], names: Iterable[str | None]) -> str:
+    """Say which columns were looked for, and which there are."""
+    wanted = " or ".join(repr(name) for name in names if name is not None)
+    return f"{wanted} is looked for, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
 def _addition_split(

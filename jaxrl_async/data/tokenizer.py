@@ -306,6 +306,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     file = folder / "tokenizer.json"
+    if not file.is_file() and not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder}: no model's directory: neither tokenizer.json nor config.json is here. Give "
+            "one that save_pretrained has written, or that was downloaded whole."
+        )
     if not file.is_file():
         raise DataError(
             f"{folder}: no tokenizer.json here. Point data.tokenizer at a Hugging Face "

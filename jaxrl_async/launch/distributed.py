@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.run.host import has_tpu
+from jaxrl_async.host import has_tpu
 
 PORT = 8482
 """Port of JAX's coordinator if the environment names only its host."""

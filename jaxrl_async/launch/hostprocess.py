@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_async.config.schema import DistributedSection
+from jaxrl_async.host import has_tpu
 from jaxrl_async.launch.distributed import ask_metadata, find
 from jaxrl_async.launch.upkeep import HostTask
-from jaxrl_async.run.host import has_tpu
 
 TAIL_BYTES = 1 << 20
 """Most bytes of a file's end that one call reads: some hundreds of steps' metrics."""

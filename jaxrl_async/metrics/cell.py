@@ -58,15 +58,15 @@ class CellDisplay:
 
 
 def progress_html(
-    done: int, total: int, clock: str, numbers: list[tuple[str, str]], curves: list[str]
+    label: str, done: int, total: int, clock: str, numbers: list[tuple[str, str]], curves: list[str]
 ) -> str:
-    """Return a bar with its clock, and labelled numbers and curves of text below."""
+    """Return a bar of what is counted, with its clock, and labelled numbers and curves below."""
     shown = " &nbsp; ".join(
         f'<span style="opacity:.6">{escape(label)}</span> {escape(value)}'
         for label, value in numbers
     )
     return (
-        f'<div style="font-family:monospace"><b>step {done}/{total}</b> '
+        f'<div style="font-family:monospace"><b>{escape(label)} {done}/{total}</b> '
         f'<progress value="{done}" max="{total}" style="width:20em"></progress> {escape(clock)}'
         f"<br>{shown}{''.join(f'<br>{escape(line)}' for line in curves)}</div>"
     )

@@ -18,8 +18,9 @@ from rich.text import Text
 from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
 from jaxrl_async.metrics.curves import curve
 
-EVERY_S = 2.0
-"""Least seconds between two plain lines; first, last and evaluation steps always get one."""
+EVERY_S, LONGEST_S = 2.0, 60.0
+"""Least seconds between two plain lines, at the start and after an hour; first, last and evaluation
+steps always get one."""
 WINDOW = 32
 """Steps from which the remaining time is estimated."""
 
@@ -32,6 +33,7 @@ class ConsoleProgress:
     step: int = 0
     phase: str = ""
     detail: str = ""
+    part: tuple[int, int] | None = None  # how much of a counted phase is done, and of how much
     values: Mapping[str, float] = field(default_factory=dict)
     eta_s: float | None = None
     elapsed_s: float = 0.0
@@ -85,6 +87,7 @@ class Console:
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._parts: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # of a phase that counts
         self._seen: dict[str, list[float]] = {}  # by key of SHOWN, for the curves
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=self._stream)
@@ -99,14 +102,35 @@ class Console:
 
     def phase(self, name: str, detail: str = "") -> None:
         """Show the phase (compiling, warm start, training, saving) and its changing detail."""
+        self._parts.clear()
+        self._show_phase(name, detail, None, None)
+
+    def counted(self, name: str, done: int, total: int, detail: str) -> None:
+        """Show a phase that counts, such as the updates of a warm start, and how long it still
+        takes; on a display its bar stands in place of the steps'."""
+        self._parts.append((done, self._clock()))
+        left_s = eta_s(self._parts, total)
+        told = f"{done}/{total}, {detail}"
+        if self._live is None and left_s:
+            told += f", eta {duration(left_s)}"
+        self._show_phase(name, told if self._live is None else detail, (done, total), left_s)
+
+    def _show_phase(
+        self, name: str, detail: str, part: tuple[int, int] | None, left_s: float | None
+    ) -> None:
         now = self._clock()
         changed = name != self._progress.phase
         self._progress = replace(
-            self._progress, phase=name, detail=detail, elapsed_s=now - self._start
+            self._progress,
+            phase=name,
+            detail=detail,
+            part=part,
+            eta_s=left_s,
+            elapsed_s=now - self._start,
         )
         if self._live is not None:
             self._show()
-        elif changed or (detail and now - self._printed_at >= EVERY_S):
+        elif changed or (detail and now - self._printed_at >= spacing_s(now - self._start)):
             self._print(f"[{duration(now - self._start)}] {name}{f': {detail}' if detail else ''}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -125,7 +149,8 @@ class Console:
             self._seen.setdefault(key, []).append(values[key])
         first = len(self._times) == 1
         evaluated = any(key.startswith("eval/") for key in values)
-        due = now - self._printed_at >= EVERY_S or first or step == total or evaluated
+        spaced = now - self._printed_at >= spacing_s(now - self._start)
+        due = spaced or first or step == total or evaluated
         if self._live is not None:
             self._show()
         elif due:
@@ -143,7 +168,7 @@ class Console:
     def close(self) -> None:
         """End the live display, leaving its last state visible. A second call does nothing."""
         if self._live is not None and self._started:
-            self._progress = replace(self._progress, phase="", detail="")
+            self._progress = replace(self._progress, phase="", detail="", part=None)
             self._live.stop()
         self._live = None
 
@@ -170,7 +195,7 @@ class Console:
         clock = f"{self._clock_text(progress)}  {phase}".strip()
         numbers = labelled_values(progress)
         curves = [f"{label}  {drawn}" for label, drawn in self._curves(CURVE_WIDTH)]
-        drawn = progress_html(progress.step, progress.total_steps, clock, numbers, curves)
+        drawn = progress_html(*shown_part(progress), clock, numbers, curves)
         return drawn, f"{plain_line(progress)}  {phase}".strip()
 
     def _clock_text(self, progress: ConsoleProgress) -> str:
@@ -191,10 +216,11 @@ class Console:
     def _draw(self) -> Group:
         # Runs on rich's own thread. It reads one reference, whose object never changes.
         progress = self._progress
+        label, done, total = shown_part(progress)
         table = Table.grid(padding=(0, 1))
         table.add_row(
-            Text(f"step {progress.step}/{progress.total_steps}", style="bold"),
-            ProgressBar(total=progress.total_steps, completed=progress.step, width=32),
+            Text(f"{label} {done}/{total}", style="bold"),
+            ProgressBar(total=total, completed=done, width=32),
             Text(self._clock_text(progress), style="dim"),
         )
         numbers = Text()
@@ -210,6 +236,13 @@ class Console:
             self._spinner.update(text=Text(f"{progress.phase}  {progress.detail}", style="dim"))
             rows.append(self._spinner)
         return Group(*rows)
+
+
+def shown_part(progress: ConsoleProgress) -> tuple[str, int, int]:
+    """Return what the bar shows: what it counts, how much is done, and of how much."""
+    if progress.part is not None:
+        return progress.phase, *progress.part
+    return "step", progress.step, progress.total_steps
 
 
 def labelled_values(progress: ConsoleProgress) -> list[tuple[str, str]]:
@@ -228,6 +261,12 @@ def plain_line(progress: ConsoleProgress) -> str:
     if progress.eta_s is not None and progress.step < progress.total_steps:
         parts.append(f"eta {duration(progress.eta_s)}")
     return "  ".join(parts)
+
+
+def spacing_s(elapsed_s: float) -> float:
+    """Return the least seconds between two plain lines so long after the start: a sixtieth of it,
+    so that a log of days has some thousand lines."""
+    return min(max(EVERY_S, elapsed_s / 60), LONGEST_S)
 
 
 def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:

@@ -64,6 +64,12 @@ def names_a_metric(part: str) -> bool:
     return f"reward/{part}" in _EXACT
 
 
+def names_a_known_metric(key: str) -> bool:
+    """Return whether any run may have a metric of this name; parts of rewards are a run's own."""
+    families = [] if key.startswith("reward/") else [pattern for pattern, _ in _FAMILIES]
+    return key in _EXACT or any(pattern.fullmatch(key) for pattern in families)
+
+
 def metric_of(key: str) -> Metric:
     """Return the declaration of a key; assert that it is declared."""
     metric = _EXACT.get(key) or next(

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jaxrl_async.metrics import otlp
+
 log = logging.getLogger(__name__)
 
 TRACE_FILE = "trace.json"
@@ -137,7 +139,8 @@ def recorded_spans(
     path: Path | None, process: str, is_ours: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Record the spans of this process inside the `with`, and write them every WRITE_EVERY_S and at
-    its end, whatever ends it.
+    its end, whatever ends it; then they are also sent to a collector that OpenTelemetry's variables
+    name (metrics/otlp.py).
 
     path: the file; None: nothing is recorded. If its folder is not there at the end nothing is
         written.
@@ -175,8 +178,10 @@ def recorded_spans(
         write()
         if recorder.dropped:
             log.warning("%s: no room for the oldest %d spans", path, recorder.dropped)
-        if path.exists():
+        if path.exists() and is_ours():
             log.info("spans: %s, which https://ui.perfetto.dev opens", path)
+            run = path.parent if path.name.startswith("trace.") else path.parent.parent
+            otlp.send(recorder.tracks(), process, run.name, time.time() - TRACE_CLOCK())
 
 
 def write_spans() -> None:

@@ -80,6 +80,11 @@ class Beside(NamedTuple):
 def load_spec(folder: Path) -> ModelSpec:
     """Return the model that config.json describes. Raises CheckpointError."""
     file = folder / "config.json"
+    if not folder.exists():
+        raise CheckpointError(
+            f"{folder}: there is no such folder; it is looked for from {Path.cwd()}. Give the "
+            "directory of a Hugging Face model, or its name on the hub, OWNER/NAME."
+        )
     return spec_from_hf(_read_json(file), str(file))
 
 

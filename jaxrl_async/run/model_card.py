@@ -17,9 +17,9 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.several import differences
 from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name
+from jaxrl_async.host import version_of
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.host import version_of
 
 ROWS = 9
 """Rows of the table of results, at most."""

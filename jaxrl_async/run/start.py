@@ -1,7 +1,6 @@
 """Checks before a run begins: the names and the paths in its configuration, and hardware that JAX
 would look for in vain."""
 
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from jaxrl_async.config.several import merged, runs_of
 from jaxrl_async.data.addresses import folder_here, is_address
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.host import has_tpu
 from jaxrl_async.scorers.rewards import find_reward
 from jaxrl_async.tasks.named_tasks import check_task_name
 
@@ -150,14 +148,3 @@ def _missing(setting: str, path: str, what: str) -> str:
         f"{setting} = {path!r}: there is no such {what} here. Correct the path; it is looked for "
         f"from {Path.cwd()}."
     )
-
-
-def skip_absent_tpu() -> None:
-    """Keep JAX from starting libtpu, which logs many errors, on a host without any accelerator.
-
-    Without effect if JAX_PLATFORMS names a platform or JAX has found chips.
-    """
-    plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
-    asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
-    if not (plugins or asked or has_tpu()):
-        jax.config.update("jax_platforms", "cpu")

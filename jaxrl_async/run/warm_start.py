@@ -156,7 +156,7 @@ def warm_start(
     def outlet(update: int, report: Mapping[str, float]) -> None:
         recorder.log(update, report)
         meanwhile()
-        console.phase("warm start", f"{update}/{steps}, loss {report['train/loss']:.3f}")
+        console.counted("warm start", update, steps, f"loss {report['train/loss']:.3f}")
 
     with ExitStack() as open_:
         checkpoints = open_.enter_context(

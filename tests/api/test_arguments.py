@@ -1,15 +1,20 @@
 """The arguments of jaxrl_async.train as a configuration and a task."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas
+import pyarrow
 import pytest
+from datasets import Dataset
 
+import jaxrl_async
 from jaxrl_async.api.arguments import Brought, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import Environment, Task
 from jaxrl_async.tasks.task_source import opening_of, question_of
@@ -40,6 +45,61 @@ def test_texts_are_prompts_and_any_iterable_of_mappings_is_data(tmp_path) -> Non
     _, task = settled(tmp_path, data=iter(["a", "b"]), reward=right, eval_data=({"prompt": "c"},))
     assert task is not None and task.records == [{"prompt": "a"}, {"prompt": "b"}]
     assert task.held_out == [{"prompt": "c"}]
+
+
+def test_a_table_gives_its_rows_and_a_data_set_with_splits_is_refused(tmp_path) -> None:
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    for table in (pandas.DataFrame(rows), pyarrow.Table.from_pylist(rows), Dataset.from_list(rows)):
+        _, task = settled(tmp_path, data=table, reward=right)
+        assert task is not None and list(task.records or ()) == rows
+    with pytest.raises(DataError, match=r"mapping of 'train', 'test'.*data\['train'\]"):
+        settled(tmp_path, data={"train": rows, "test": rows}, reward=right)
+
+
+def test_records_without_a_question_are_refused_by_their_place(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"data\[2\] has no column 'question' or 'prompt' or 'mess"):
+        settled(tmp_path, data=[*RECORDS[:2], {"q": "a"}], reward=right)
+    _, task = settled(tmp_path, data=[{"q": "a"}, {"q": "b"}], task=Task(environment=Asks))
+    assert task is not None and len(list(task.records or ())) == 2
+
+
+def test_a_run_says_that_it_is_not_there_and_which_metric_was_meant(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such run"):
+        _ = jaxrl_async.Run(tmp_path / "none").metrics
+    lines = '{"step": 1, "reward/mean": 0.5, "reward/correct": 0.25}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    run = jaxrl_async.Run(str(tmp_path))  # type: ignore[arg-type]
+    assert run.curve("reward/mean") == [(1, 0.5)] and run.curve("eval/accuracy") == []
+    assert run._repr_svg_().startswith("<svg")
+    for name, near in (("reward/men", "reward/mean"), ("reward/corect", "reward/correct")):
+        with pytest.raises(DataError, match=f"Did you mean '{near}'"):
+            run.curve(name)
+
+
+class Asks(Environment):
+    def reset(self, record: Any) -> str:
+        return str(record["q"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "m", "reward": right}, "there is no data"),
+        ({"data": RECORDS, "reward": right}, "there is no model"),
+        ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
+        (
+            {"data": RECORDS, "model": "m", "max_new_tokens": 500},
+            "cannot be drawn in sampler.max_l",
+        ),
+    ],
+)
+def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, given, said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        jaxrl_async.train(**given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -156,8 +216,7 @@ def test_an_environment_class_is_a_task(tmp_path) -> None:
 
 
 def test_the_public_name_trains_also_once_the_module_of_this_name_is_imported() -> None:
-    import jaxrl_async.train
-
+    importlib.import_module("jaxrl_async.train")
     assert callable(jaxrl_async.train) and "train" in jaxrl_async.__all__
     with pytest.raises(ConfigError, match="reward has a int"):
         jaxrl_async.train(reward=[3])

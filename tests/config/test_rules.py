@@ -246,6 +246,7 @@ BROKEN = {
     "an_adapting_staleness_has_room": {"staleness": {"adapt": "ess", "max_staleness": 0}},
     "a_selection_has_a_choice": {"buffer": {"select": "recent"}},
     "a_prompt_leaves_room_for_an_answer": {"data": {"max_prompt_tokens": 128}},
+    "an_answer_fits_into_a_sequence": {"sampler": {"max_new_tokens": 128}},
     "a_row_holds_the_longest_episode": {"trainer": {"row_length": 127}},
     "context_devices_share_a_row_evenly": {"mesh": {"trainer": {"context": 3}}},
     "a_micro_batch_holds_a_row": {"trainer": {"micro_batch_tokens": 127}},

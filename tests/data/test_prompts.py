@@ -23,7 +23,7 @@ from jaxrl_async.data.prompts import (
     prompt_of,
     warm_start_pairs,
 )
-from jaxrl_async.data.record_files import MAX_LINE_BYTES
+from jaxrl_async.data.record_files import MAX_LINE_BYTES, rows_of_file
 from jaxrl_async.data.records import Record, final_answer, read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
@@ -203,6 +203,19 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
         )
     with pytest.raises(DataError, match="none is left to train on"):
         make_prompts(jsonl(tmp_path, [question(0)], eval_size=1), TOKENIZER, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.csv", "question,answer\nq,a\n", r"pandas\.read_csv"),
+        ("t.json", '[{"question": "q", "answer": "a"}]', "one object a line"),
+    ],
+)
+def test_a_table_and_a_list_are_refused_with_what_reads_them(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=said):
+        list(rows_of_file(tmp_path / name))
 
 
 def test_a_wrong_template_is_a_config_error(tmp_path):

@@ -56,4 +56,4 @@ def test_outside_of_a_kernel_nothing_is_shown_in_cells():
 
 
 def test_what_a_run_is_called_is_no_html():
-    assert "a&lt;b &amp; c" in progress_html(1, 2, "a<b & c", [("<i>", "1")], [])
+    assert "a&lt;b &amp; c" in progress_html("step", 1, 2, "a<b & c", [("<i>", "1")], [])

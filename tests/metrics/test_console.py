@@ -3,8 +3,16 @@
 import io
 
 import pytest
+from rich.console import Console as RichConsole
 
-from jaxrl_async.metrics.console import Console, ConsoleProgress, duration, eta_s, plain_line
+from jaxrl_async.metrics.console import (
+    Console,
+    ConsoleProgress,
+    duration,
+    eta_s,
+    plain_line,
+    shown_part,
+)
 
 VALUES = {
     "reward/mean": 0.53149,
@@ -92,6 +100,37 @@ def test_a_phase_is_announced_once_and_its_detail_now_and_then():
     ]
 
 
+def test_a_phase_that_counts_says_how_long_it_takes():
+    console, clock, stream = plain()
+    console.phase("warm start", "compiling")
+    for i in range(1, 11):
+        clock.now += 3.0
+        console.counted("warm start", i, 10, f"loss {10 - i}.0")
+    lines = stream.getvalue().splitlines()
+    assert lines[:4] == [
+        "[0:00] warm start: compiling",
+        "[0:03] warm start: 1/10, loss 9.0",
+        "[0:06] warm start: 2/10, loss 8.0, eta 0:24",
+        "[0:09] warm start: 3/10, loss 7.0, eta 0:21",
+    ]
+    assert lines[-1] == "[0:30] warm start: 10/10, loss 0.0"
+    console.phase("training")
+    console.step(1, VALUES)
+    assert stream.getvalue().splitlines()[-1].startswith("step  1/10  reward")
+
+
+def test_the_bar_is_that_of_the_phase_while_it_counts():
+    stream = io.StringIO()
+    console = Console(120, stream=stream, live=True, clock=Clock())
+    console.counted("warm start", 72, 500, "loss 0.9")
+    shown = RichConsole(file=io.StringIO(), width=100)
+    with shown.capture() as capture:
+        shown.print(console._draw())
+    console.close()
+    assert "warm start 72/500" in capture.get() and "loss 0.9" in capture.get()
+    assert shown_part(ConsoleProgress(total_steps=120, step=3)) == ("step", 3, 120)
+
+
 def test_the_eta_follows_the_recent_pace():
     assert eta_s([(10, 100.0), (20, 120.0)], 50) == 60.0
 
@@ -153,3 +192,11 @@ def test_a_stream_that_is_no_terminal_gets_no_control_characters():
     console.step(1, VALUES)
     console.summary(["done"])
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_log_of_two_days_has_no_more_than_a_line_a_minute_after_the_first_hour():
+    console, clock, stream = plain(total=100_000)
+    for step in range(1, 48 * 360):
+        clock.now += 10.0
+        console.step(step, {"reward/mean": 0.1})
+    assert 2 * 24 * 60 - 60 <= len(stream.getvalue().splitlines()) <= 2 * 24 * 60 + 250

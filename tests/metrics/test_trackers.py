@@ -4,10 +4,11 @@ import json
 import math
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
+from mlflow_server import mlflow_server
 
 from jaxrl_async import __version__
 from jaxrl_async.config.load import load
@@ -227,13 +228,19 @@ def log_records(data, block=32768):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
-def test_mlflow_has_the_run_in_a_store_of_sqlite(tmp_path, monkeypatch):
+@pytest.mark.parametrize("served", [False, True], ids=["a store of SQLite", "a server"])
+def test_mlflow_has_the_run(tmp_path, monkeypatch, served):
     pytest.importorskip("mlflow", reason="the extra [mlflow] is not installed")
     pytest.importorskip("sqlalchemy", reason="the extra [mlflow] is not installed")
+    monkeypatch.chdir(tmp_path)
+    with mlflow_server(tmp_path) if served else nullcontext("") as address:
+        look_into_mlflow(tmp_path, address or f"sqlite:///{tmp_path / 'ml.db'}")
+
+
+def look_into_mlflow(tmp_path: Path, uri: str) -> None:
+    """Train a run that MLflow is told of, and ask it."""
     from mlflow import MlflowClient
 
-    monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path / 'ml.db'}"
     words = ("metrics.mlflow.experiment=e", f"metrics.mlflow.tracking_uri={uri}")
     config = tracked(tmp_path, *words, "metrics.tensorboard=false")
     known = remembered(tmp_path / "r")["MLflow"]

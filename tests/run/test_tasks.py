@@ -133,6 +133,15 @@ def test_records_that_are_too_long_cost_themselves_and_neither_run_nor_evaluatio
     assert not any(line.get("faults/failed_evaluations") for line in lines)
 
 
+@pytest.mark.exhaustive
+def test_records_of_which_none_has_room_are_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(LONG.replace("i % 3 == 1", "i >= 0"), encoding="utf-8")
+    lengths = ("sampler.max_length=48", "sampler.max_new_tokens=4")
+    config = game(tmp_path, f"task={tmp_path / 'long.py'}:task", "warm_start.steps=0", *lengths)
+    with pytest.raises(ConfigError, match=r"no room for an answer in sampler\.max_length=48"):
+        train(config)
+
+
 OWN = """
 import threading
 from jaxrl_async import Environment, Step, Task

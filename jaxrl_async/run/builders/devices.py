@@ -15,12 +15,11 @@ from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.config.seats_section import resident_snapshots
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, DeviceLocks, Slices
+from jaxrl_async.host import has_tpu
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, DeviceLocks, Slices, skip_absent_tpu
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.host import has_tpu
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.remote.pinning import chips_of_trainer
-from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.setup import kv_plan
 
 MAX_CPU_DEVICES = 256

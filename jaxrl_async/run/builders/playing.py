@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TRIED = 8
+"""Most held-out records that are tried where none has room for an answer."""
 KEY_SETTINGS = ("key_variable", "key_env")
 """Endings of the names of settings that name an environment variable with a key."""
 VLLM_KEY = "VLLM_API_KEY"
@@ -167,12 +170,13 @@ def make_play(
         )
     envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1))
     own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
-    example = eval_prompts(config.data, tokenizer, own)[0]
+    examples = eval_prompts(config.data, tokenizer, own)
+    example = examples[0]
     if task.game is not None:
         games = GameEnvs(envs, task.game, seats_of)
         _try_game(games, example, config)
         return Play(task=task, make_env=games, stop_token_ids=chat.stop_token_ids, own=own)
-    tools = _tried(envs, example)
+    tools = _tried(envs, examples[:TRIED], config.sampler.max_length)
     return Play(
         task=task,
         make_env=envs,
@@ -199,7 +203,7 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
     if task.program is not None:
         return own
     envs = ChatEnvs(task, chat, chat_limits(config), lambda name: None)
-    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[0]))
+    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[:1]))
 
 
 def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
@@ -282,18 +286,30 @@ def chat_limits(config: Config) -> ChatLimits:
     )
 
 
-def _tried(envs: ChatEnvs, example: Prompt) -> Sequence[Mapping[str, Any]]:
-    """Begin an episode and end it; return the environment's tools. Raises ConfigError."""
+def _tried(
+    envs: ChatEnvs, examples: Sequence[Prompt], max_length: float = math.inf
+) -> Sequence[Mapping[str, Any]]:
+    """Begin an episode and end it; return the environment's tools. Where that leaves no room for an
+    answer the next is tried. Raises ConfigError, also if none of them has room."""
 
-    async def begun() -> Sequence[Mapping[str, Any]]:
+    async def begun(example: Prompt) -> tuple[int, Sequence[Mapping[str, Any]]]:
         env = envs(example)
         try:
-            await env.open(example)
-            return env.schemas
+            return len(await env.open(example)), env.schemas
         finally:
             await env.close()
 
-    return _at_once(begun())
+    lengths = []
+    for example in examples:
+        length, schemas = _at_once(begun(example))
+        if length < max_length:
+            return schemas
+        lengths.append(length)
+    raise ConfigError(
+        f"held-out records ({len(lengths)} were tried) begin with {min(lengths)} tokens and more, "
+        f"which leaves no room for an answer in sampler.max_length={max_length}: nothing would be "
+        "learnt. Raise max_length, or shorten the records."
+    )
 
 
 def _try_game(games: GameEnvs, example: Prompt, config: Config) -> None:

@@ -1,6 +1,5 @@
 """The images of a run: which model reads them, and what a run with images cannot do."""
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,18 +10,15 @@ import numpy as np
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.images import ImageForm, ImageStore, Pixels, image_preparation
+from jaxrl_async.data.images import ImageStore, Pixels, image_preparation
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.hf import read_config
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.model.vision.files import read_tower, vision_spec
+from jaxrl_async.model.vision.reading import image_form
 from jaxrl_async.model.vision.tower import VisionTower
 
-log = logging.getLogger(__name__)
-
-MARKS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_index": 256_000}
-"""Fields of config.json that name the tokens around and of an image, with Gemma 3's own."""
 WITH_IMAGES = ("rl", "sft")
 """Values of run.job whose records may have images."""
 
@@ -42,23 +38,9 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
     folder, sizes = Path(path), vision_spec(Path(path))
     if sizes is None:
         return None
-    said = read_config(folder)
-    ids = [said.get(key, usual) for key, usual in MARKS.items()]
-    if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
-        log.warning(
-            "%s: %s are %s, which are no tokens of the tokenizer: it reads text alone",
-            folder / "config.json", ", ".join(MARKS), ids,
-        )  # fmt: skip
+    form = image_form(read_config(folder), sizes, spec, tokenizer)
+    if form is None:
         return None
-    begin, soft, end = (tokenizer.token_text(i) for i in ids)
-    form = ImageForm(
-        vocab=spec.vocab,
-        tokens=sizes.tokens,
-        width=sizes.text_width,
-        soft=ids[1],
-        mark=begin,
-        written=f"\n\n{begin}{soft * sizes.tokens}{end}\n\n",  # as transformers' Gemma3Processor
-    )
 
     @cache
     def tower() -> VisionTower:

@@ -16,7 +16,13 @@ from pydantic import ValidationError
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.mesh import SAMPLER_RULES, check_collective, make_mesh, spans_processes
+from jaxrl_async.mesh import (
+    SAMPLER_RULES,
+    check_collective,
+    make_mesh,
+    skip_absent_tpu,
+    spans_processes,
+)
 from jaxrl_async.model.frozen_base import form_of
 from jaxrl_async.model.hf import load_params
 from jaxrl_async.model.moe import check_experts
@@ -29,7 +35,6 @@ from jaxrl_async.run.builders.samplers import (
     sent_weights,
     uses_one_thread,
 )
-from jaxrl_async.run.start import skip_absent_tpu
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.setup import SamplerSetup, build_setup
 from jaxrl_async.weights.manifest import manifest_of

@@ -1,0 +1,114 @@
+"""Send spans to an OpenTelemetry collector, when a run ends: OTLP over HTTP, as JSON.
+
+Where to and with which headers is said by OpenTelemetry's own environment variables; nothing is
+sent without them. https://opentelemetry.io/docs/specs/otlp/#otlphttp
+"""
+
+import hashlib
+import json
+import logging
+import os
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+from urllib.parse import unquote
+
+from jaxrl_async import __version__
+from jaxrl_async.errors import in_a_line
+
+log = logging.getLogger(__name__)
+
+TRACES, BASE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""Variables that name the address of traces, or that of a collector, which /v1/traces is added to.
+"""
+HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+"""Variables of headers, as name=value,name=value; the first that is set counts."""
+AT_ONCE = 2_000
+"""Spans of one request."""
+TIMEOUT_S = 10.0
+"""Longest wait for the collector, for each request."""
+
+Tracks = Sequence[tuple[str, Sequence[Any]]]
+"""Name and spans (metrics.spans.RecordedSpan) of each track."""
+
+
+def address(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return where spans are sent; None: nowhere."""
+    if environment.get(TRACES):
+        return environment[TRACES]
+    base = environment.get(BASE)
+    return f"{base.rstrip('/')}/v1/traces" if base else None
+
+
+def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the headers that the environment names."""
+    named = next((environment[name] for name in HEADERS if environment.get(name)), "")
+    pairs = [pair.partition("=") for pair in named.split(",") if "=" in pair]
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+
+
+def requests(tracks: Tracks, process: str, run: str, since_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the bodies of requests (ExportTraceServiceRequest), at most AT_ONCE spans each.
+
+    Args:
+        tracks: see Tracks.
+        process: what this process is called.
+        run: what the trace is of; the same run and process have the same trace.
+        since_s: the wall clock when the spans' clock was 0, seconds.
+    """
+    trace = hashlib.blake2b(f"{run} {process}".encode(), digest_size=16).hexdigest()
+    named = {"service.name": "jaxrl_async", "service.instance.id": process, "jaxrl.run": run}
+    spans = (_span(one, name, trace, since_s) for name, track in tracks for one in track)
+    while batch := list(islice(spans, AT_ONCE)):
+        scope = {"scope": {"name": "jaxrl_async", "version": __version__}, "spans": batch}
+        resource = {"attributes": _attributes(named)}
+        yield {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
+
+
+def send(tracks: Tracks, process: str, run: str, since_s: float) -> int:
+    """Send spans where the environment says; return how many. What fails is logged, and no more is
+    sent then."""
+    where, sent = address(), 0
+    if where is None:
+        return 0
+    try:
+        for body in requests(tracks, process, run, since_s):
+            request = urllib.request.Request(
+                where,
+                data=json.dumps(body).encode(),
+                headers={"Content-Type": "application/json", **headers()},
+            )
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+                sent += len(body["resourceSpans"][0]["scopeSpans"][0]["spans"])
+    except (OSError, ValueError) as error:
+        log.warning("spans could not be sent to %s after %d: %s", where, sent, in_a_line(error))
+    else:
+        log.info("%d spans sent to %s", sent, where)
+    return sent
+
+
+def _span(one: Any, track: str, trace: str, since_s: float) -> dict[str, Any]:
+    key = f"{trace} {track} {one.name} {one.start_s!r} {one.end_s!r}"
+    return {
+        "traceId": trace,
+        "spanId": hashlib.blake2b(key.encode(), digest_size=8).hexdigest(),
+        "name": one.name,
+        "kind": 1,  # internal
+        "startTimeUnixNano": str(int((since_s + one.start_s) * 1e9)),
+        "endTimeUnixNano": str(int((since_s + one.end_s) * 1e9)),
+        "attributes": _attributes({"thread.name": track, **one.args}),
+    }
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    """Return an attribute's value in the form of OTLP."""
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
