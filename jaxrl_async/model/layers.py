@@ -239,9 +239,7 @@ class Layer(nnx.Module):
             return packed_product(x, weight, used=used, rounds=self.mixed)
         scales = getattr(self, name + self.scales)[...].astype(jnp.float32)
         x = x.astype(jnp.bfloat16).astype(x.dtype) if self.mixed else x
-        return packed_product(
-            x, weight, scales.size, used, scales=scales, rounds=self.eight_bits
-        )
+        return packed_product(x, weight, scales.size, used, scales=scales, rounds=self.eight_bits)
 
     def _norm(self, x: Array, name: str, *, axes: int = 1) -> Array:
         """Normalise over the last axes with the weights of a norm; without them, return x."""

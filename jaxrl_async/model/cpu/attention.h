@@ -207,7 +207,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
                   ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
                   ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> sinks,
                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
-                  ffi::ResultBuffer<ffi::F32> new_values, int64_t window, float scale, float cap) {
+                  ffi::ResultBuffer<ffi::F32> new_values, int64_t window, float scale, float cap,
+                  int64_t threads) {
   const auto qs = q.dimensions(), ks = keys.dimensions();
   const int64_t R = qs[0], W = tables.dimensions()[1], P = ks[0];
   const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
@@ -222,7 +223,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   const int64_t g = s.H / s.N;
   int64_t longest = 0;
   for (int64_t r = 0; r < R; ++r) longest = std::max<int64_t>(longest, positions.typed_data()[r]);
-  each(pool, R * s.N, 2.0 * R * s.H * s.K * (longest + 1), [&](int64_t task) {
+  each({pool, threads}, R * s.N, 2.0 * R * s.H * s.K * (longest + 1), [&](int64_t task) {
     const int64_t r = task / s.N, head = task % s.N, position = positions.typed_data()[r];
     const int32_t* table = tables.typed_data() + r * W;
     float* to = out->typed_data() + (r * s.H + head * g) * s.K;
@@ -262,7 +263,8 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                       ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
                       ffi::Buffer<ffi::S32> begins, ffi::Buffer<ffi::S32> starts,
                       ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks,
-                      ffi::ResultBuffer<ffi::F32> out, int64_t window, float scale, float cap) {
+                      ffi::ResultBuffer<ffi::F32> out, int64_t window, float scale, float cap,
+                  int64_t threads) {
   const auto qs = q.dimensions(), ks = keys.dimensions();
   const int64_t n = qs[0], B = tables.dimensions()[0], W = tables.dimensions()[1];
   const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
@@ -284,7 +286,7 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
   }
   std::fill(out->typed_data(), out->typed_data() + n * s.H * s.K, 0.0f);
   const int64_t g = s.H / s.N;
-  each(pool, static_cast<int64_t>(tasks.size()) * s.N, work, [&](int64_t number) {
+  each({pool, threads}, static_cast<int64_t>(tasks.size()) * s.N, work, [&](int64_t number) {
     const Task task = tasks[number / s.N];
     const int64_t head = number % s.N, b = task.sequence;
     const int64_t begin = begins.typed_data()[b], start = starts.typed_data()[b];

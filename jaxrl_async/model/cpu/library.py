@@ -1,4 +1,4 @@
-"""Build the kernels of kernels.cc and its headers for this machine, once, and make them known to XLA.
+"""Build the kernels of kernels.cc and its headers for this machine, once; make them known to XLA.
 
 The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.

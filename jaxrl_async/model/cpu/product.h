@@ -26,6 +26,7 @@ namespace {
 constexpr int kPanel = 32;  // outputs of a panel
 constexpr int kParts = kPanel / kLanes;
 constexpr int64_t kDepth = 1024;  // words of inputs that a panel sums before it goes to memory
+constexpr int64_t kAhead = 64;  // words of inputs that are fetched ahead
 constexpr int64_t kWidened = 32;  // words of inputs that are widened at a time
 
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
@@ -107,6 +108,8 @@ void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_s
     Lanes words[kAll];
     for (int p = 0; p < kAll; ++p)
       words[p] = load(panels + p / kParts * panel_stride + d * kPanel + p % kParts * kLanes);
+    for (int p = 0; p < kAll * kLanes / 16; ++p)
+      __builtin_prefetch(panels + p / 2 * panel_stride + (d + kAhead) * kPanel + p % 2 * 16);
     each_of<Op::kInputs>([&](auto input) __attribute__((always_inline)) {
       constexpr int j = decltype(input)::value;
       Lanes weights[kAll];
@@ -231,11 +234,10 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
 }
 
 // Multiply all rows with all panels: y [n, E].
-void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
-                   int64_t E) {
+void whole_product(const Threads& on, const Rows& rows, const Weights& w, float* y, int64_t E) {
   const int64_t panels = (E + kPanel - 1) / kPanel, together = rows.n <= 2 ? 4 : 1;
   const double work = static_cast<double>(rows.n) * w.words * E;
-  each(pool, (panels + together - 1) / together, work, [&](int64_t i) {
+  each(on, (panels + together - 1) / together, work, [&](int64_t i) {
     const int64_t first = i * together, left = E - first * kPanel;
     const float* from = w.panels + first * w.words * kPanel;
     if (together == 4 && left >= 4 * kPanel) {
@@ -332,10 +334,10 @@ How how_of(ffi::DataType type, bool rounds, int64_t D) {
 }
 
 // Arguments: x [n, D]; packed weights, of which 8 bits have scales [E]; used [n] or [0]: rows that
-// are computed; the others are 0. rounds: rows are rounded to the weights' type.
+// are computed; the others are 0. rounds: rows are rounded to the weights' type. threads: at most.
 ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                    ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::PRED> used,
-                   ffi::ResultBuffer<ffi::F32> y, bool rounds) {
+                   ffi::ResultBuffer<ffi::F32> y, bool rounds, int64_t threads) {
   const int64_t n = x.dimensions()[0], D = x.dimensions()[1], E = y->dimensions()[1];
   const ffi::DataType type = weight.element_type();
   const int64_t per = type == ffi::DataType::F32 ? 1 : type == ffi::DataType::BF16 ? 2 : 4;
@@ -377,7 +379,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       std::memcpy(rounded.words.data() + r * per * w.words, from + r * D, D * sizeof(float));
     rows = {rounded.words.data(), count, per * w.words, nullptr, nullptr};
   }
-  whole_product(pool, rows, w, leads ? to : outputs.data(), E);
+  whole_product({pool, threads}, rows, w, leads ? to : outputs.data(), E);
   if (leads) {  // the used rows are the first ones
     std::fill(to + count * E, to + n * E, 0.0f);
     return ffi::Error::Success();
