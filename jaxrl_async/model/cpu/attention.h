@@ -37,11 +37,19 @@ struct Shape {
 };
 
 constexpr int kQueries = 4;  // that share what is loaded of keys and values
+constexpr int64_t kFewRows = 8;  // whose heads are divided among threads
+
+// Fetch two registers' worth ahead.
+inline void fetch(const float* p) {
+  __builtin_prefetch(p);
+  __builtin_prefetch(p + kLanes);
+}
 
 // Scores of Q queries [K] against columns of keys [K, ld]; out has room for whole lanes of columns.
+// next: numbers of the same shape that are read next, and fetched meanwhile.
 template <int Q>
 void scores_of(const float* const* q, const float* keys, int64_t ld, int64_t columns, int64_t K,
-               float* const* out) {
+               float* const* out, const float* next) {
   if (ld % kLanes) {
     for (int h = 0; h < Q; ++h) {
       std::fill(out[h], out[h] + columns, 0.0f);
@@ -55,6 +63,7 @@ void scores_of(const float* const* q, const float* keys, int64_t ld, int64_t col
     Lanes sums[Q][2]{};
     for (int64_t d = 0; d < K; ++d) {
       const Lanes first = load(keys + d * ld + t), second = load(keys + d * ld + t + kLanes);
+      fetch(next + d * ld + t);
       for (int h = 0; h < Q; ++h) {
         sums[h][0] += q[h][d] * first;
         sums[h][1] += q[h][d] * second;
@@ -67,31 +76,37 @@ void scores_of(const float* const* q, const float* keys, int64_t ld, int64_t col
   }
   if (t < columns) {
     Lanes sums[Q]{};
-    for (int64_t d = 0; d < K; ++d)
+    for (int64_t d = 0; d < K; ++d) {
+      fetch(next + d * ld + t);
       for (int h = 0; h < Q; ++h) sums[h] += q[h][d] * load(keys + d * ld + t);
+    }
     for (int h = 0; h < Q; ++h) store(out[h] + t, sums[h]);
   }
 }
 
-// Add values [count, K], rows ld apart, to out [K] of Q queries by their weights [count].
+// Add values [count, K], rows ld apart, to out [K] of Q queries by their weights [count]; next: see
+// scores_of.
 template <int Q>
 void values_of(const float* const* weights, const float* values, int64_t ld, int64_t count,
-               int64_t K, float* const* out) {
+               int64_t K, float* const* out, const float* next) {
   int64_t k = 0;
-  for (; k + 2 * kLanes <= K; k += 2 * kLanes) {
-    Lanes sums[Q][2];
+  const auto some = [&](auto parts) {
+    constexpr int P = decltype(parts)::value;  // registers of K
+    Lanes sums[Q][P];
     for (int h = 0; h < Q; ++h)
-      for (int p = 0; p < 2; ++p) sums[h][p] = load(out[h] + k + p * kLanes);
+      for (int p = 0; p < P; ++p) sums[h][p] = load(out[h] + k + p * kLanes);
     for (int64_t t = 0; t < count; ++t) {
-      const Lanes first = load(values + t * ld + k), second = load(values + t * ld + k + kLanes);
-      for (int h = 0; h < Q; ++h) {
-        sums[h][0] += weights[h][t] * first;
-        sums[h][1] += weights[h][t] * second;
-      }
+      const float* from = values + t * ld + k;
+      for (int p = 0; p < P; p += 2) fetch(next + t * ld + k + p * kLanes);
+      for (int h = 0; h < Q; ++h)
+        for (int p = 0; p < P; ++p) sums[h][p] += weights[h][t] * load(from + p * kLanes);
     }
     for (int h = 0; h < Q; ++h)
-      for (int p = 0; p < 2; ++p) store(out[h] + k + p * kLanes, sums[h][p]);
-  }
+      for (int p = 0; p < P; ++p) store(out[h] + k + p * kLanes, sums[h][p]);
+    k += P * kLanes;
+  };
+  while (k + 4 * kLanes <= K) some(std::integral_constant<int, 4>{});
+  while (k + 2 * kLanes <= K) some(std::integral_constant<int, 2>{});
   for (int h = 0; h < Q; ++h)
     for (int64_t t = 0; t < count; ++t)
       for (int64_t i = k; i < K; ++i) out[h][i] += weights[h][t] * values[t * ld + i];
@@ -149,44 +164,72 @@ int64_t seen_from(int64_t position, const Shape& s) {
   return s.window ? std::max<int64_t>(0, position + 1 - s.window) : 0;
 }
 
-// Attend with some queries of one KV head, at most kQueries, to segments of ascending positions.
-void attend_together(const Query* queries, int count, const std::vector<Segment>& segments,
+// Queries of one KV head, at most kQueries, whose keys and values lie `offset` behind a segment's.
+struct Group {
+  Query queries[kQueries];
+  int count;
+  int64_t offset;
+};
+
+// Attend with groups of queries of one sequence to segments of ascending positions, one segment
+// after the other, as they lie in memory.
+void attend_together(const std::vector<Group>& groups, const std::vector<Segment>& segments,
                      const Shape& s) {
-  thread_local std::vector<float> scores;
-  const int64_t base = segments.front().first;
+  thread_local std::vector<float> scores, shares;
+  const int64_t base = segments.front().first, many = static_cast<int64_t>(groups.size());
   const int64_t total = segments.back().first + segments.back().count - base;
   const int64_t stride = (total + 3 * kLanes) / kLanes * kLanes;
-  if (static_cast<int64_t>(scores.size()) < kQueries * stride) scores.resize(kQueries * stride);
-  const float *q[kQueries], *weights[kQueries];
-  float *at[kQueries], *out[kQueries], shares[kQueries];
-  for (int i = 0; i < count; ++i) q[i] = queries[i].q, out[i] = queries[i].out;
-  for (const Segment& segment : segments) {
-    for (int i = 0; i < count; ++i) at[i] = scores.data() + i * stride + segment.first - base;
-    const auto go = [&](auto tag) {
-      scores_of<decltype(tag)::value>(q, segment.keys, segment.key_ld, segment.count, s.K, at);
-    };
-    by_number(count, go);
-  }
-  for (int i = 0; i < count; ++i) {
-    float* row = scores.data() + i * stride;
-    const int64_t position = queries[i].position;
-    const int64_t from = std::max<int64_t>(0, seen_from(position, s) - base);
-    const int64_t until = position + 1 - base;
-    std::fill(row, row + from, 0.0f);
-    std::fill(row + until, row + std::max(until, total), 0.0f);
-    shares[i] = weigh(row + from, until - from, s, queries[i].sink);
-    std::fill(out[i], out[i] + s.K, 0.0f);
-  }
-  for (const Segment& segment : segments) {
-    for (int i = 0; i < count; ++i) weights[i] = scores.data() + i * stride + segment.first - base;
-    const auto go = [&](auto tag) {
-      values_of<decltype(tag)::value>(weights, segment.values, segment.value_ld, segment.count,
-                                      s.K, out);
-    };
-    by_number(count, go);
-  }
-  for (int i = 0; i < count; ++i)
-    for (int64_t k = 0; k < s.K; ++k) out[i][k] *= shares[i];
+  scores.resize(std::max<int64_t>(scores.size(), many * kQueries * stride));
+  shares.resize(many * kQueries);
+  const auto row = [&](int64_t g, int i) { return scores.data() + (g * kQueries + i) * stride; };
+  const Segment *const begin = segments.data(), *const end = begin + segments.size();
+  for (const Segment* segment = begin; segment < end; ++segment)
+    for (int64_t g = 0; g < many; ++g) {
+      const Group& group = groups[g];
+      const float *q[kQueries], *keys = segment->keys + group.offset;
+      float* at[kQueries];
+      for (int i = 0; i < group.count; ++i) {
+        q[i] = group.queries[i].q;
+        at[i] = row(g, i) + segment->first - base;
+      }
+      const float* next = g + 1 < many          ? segment->keys + groups[g + 1].offset
+                          : segment + 1 < end ? segment[1].keys + groups[0].offset
+                                              : begin->values + groups[0].offset;
+      by_number(group.count, [&](auto tag) {
+        scores_of<decltype(tag)::value>(q, keys, segment->key_ld, segment->count, s.K, at, next);
+      });
+    }
+  for (int64_t g = 0; g < many; ++g)
+    for (int i = 0; i < groups[g].count; ++i) {
+      const Query& query = groups[g].queries[i];
+      float* weights = row(g, i);
+      const int64_t from = std::max<int64_t>(0, seen_from(query.position, s) - base);
+      const int64_t until = query.position + 1 - base;
+      std::fill(weights, weights + from, 0.0f);
+      std::fill(weights + until, weights + std::max(until, total), 0.0f);
+      shares[g * kQueries + i] = weigh(weights + from, until - from, s, query.sink);
+      std::fill(query.out, query.out + s.K, 0.0f);
+    }
+  for (const Segment* segment = begin; segment < end; ++segment)
+    for (int64_t g = 0; g < many; ++g) {
+      const Group& group = groups[g];
+      const float *weights[kQueries], *values = segment->values + group.offset;
+      float* out[kQueries];
+      for (int i = 0; i < group.count; ++i) {
+        out[i] = group.queries[i].out;
+        weights[i] = row(g, i) + segment->first - base;
+      }
+      const float* next = g + 1 < many          ? segment->values + groups[g + 1].offset
+                          : segment + 1 < end ? segment[1].values + groups[0].offset
+                                              : values;
+      by_number(group.count, [&](auto tag) {
+        values_of<decltype(tag)::value>(weights, values, segment->value_ld, segment->count, s.K,
+                                        out, next);
+      });
+    }
+  for (int64_t g = 0; g < many; ++g)
+    for (int i = 0; i < groups[g].count; ++i)
+      for (int64_t k = 0; k < s.K; ++k) groups[g].queries[i].out[k] *= shares[g * kQueries + i];
 }
 
 // Add the pages of a KV head that hold the positions [begin, end) to segments.
@@ -199,6 +242,55 @@ void add_pages(const float* keys, const float* values, const int32_t* table, int
   }
 }
 
+// Pages of keys [P, N, K, G] and values [P, N, G, K], and the tables of the rows [R, W].
+struct Pages {
+  float *keys, *values;
+  const int32_t* tables;
+  int64_t W, P;
+};
+
+// A row's new queries [H, K], key and value [N, K], where what it attends to goes, and its position.
+struct NewToken {
+  const float *q, *k, *v;
+  float* out;
+  int64_t position;
+};
+
+// Write keys and values of KV heads [first, last) of a token of row r into its page, and attend to
+// the row's pages with the queries of those heads.
+void attend_row(const NewToken& token, int64_t r, int64_t first, int64_t last, const Pages& pages,
+                const float* sinks, const Shape& s) {
+  const int64_t g = s.H / s.N, position = token.position;
+  const int32_t* table = pages.tables + r * pages.W;
+  if (position < 0 || position / s.G >= pages.W || table[position / s.G] >= pages.P) {
+    std::fill(token.out + first * g * s.K, token.out + last * g * s.K, 0.0f);
+    return;
+  }
+  thread_local std::vector<Segment> segments;
+  thread_local std::vector<Group> groups;
+  segments.clear();
+  groups.clear();
+  const int64_t column = position % s.G;
+  for (int64_t head = first; head < last; ++head) {
+    const int64_t place = (table[position / s.G] * s.N + head) * s.K * s.G;
+    for (int64_t d = 0; d < s.K; ++d)
+      pages.keys[place + d * s.G + column] = token.k[head * s.K + d];
+    std::memcpy(pages.values + place + column * s.K, token.v + head * s.K, s.K * sizeof(float));
+    for (int64_t h = head * g; h < (head + 1) * g; h += kQueries) {
+      Group group;
+      group.count = static_cast<int>(std::min<int64_t>(kQueries, (head + 1) * g - h));
+      group.offset = (head - first) * s.K * s.G;
+      for (int i = 0; i < group.count; ++i)
+        group.queries[i] = {token.q + (h + i) * s.K, position, sinks ? sinks + h + i : nullptr,
+                            token.out + (h + i) * s.K};
+      groups.push_back(group);
+    }
+  }
+  add_pages(pages.keys, pages.values, table, first, seen_from(position, s), position + 1, s,
+            segments);
+  attend_together(groups, segments, s);
+}
+
 // Arguments: queries [R, H, K], new keys and values [R, N, K], pages [P, N, K, G] and [P, N, G, K],
 // tables [R, W], positions [R] (-1: the row has ended, it writes nothing and gets zeros), sinks [H]
 // or [0]. Results: [R, H, K], and the pages, which are the arguments' own memory.
@@ -207,8 +299,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
                   ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
                   ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> sinks,
                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
-                  ffi::ResultBuffer<ffi::F32> new_values, int64_t window, float scale, float cap,
-                  int64_t threads) {
+                  ffi::ResultBuffer<ffi::F32> new_values, int64_t window, float scale, float cap) {
   const auto qs = q.dimensions(), ks = keys.dimensions();
   const int64_t R = qs[0], W = tables.dimensions()[1], P = ks[0];
   const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
@@ -219,38 +310,17 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
     std::memcpy(key_pages, keys.typed_data(), keys.size_bytes());
     std::memcpy(value_pages, values.typed_data(), values.size_bytes());
   }
-  const bool has_sinks = sinks.element_count() > 0;
-  const int64_t g = s.H / s.N;
+  const Pages pages{key_pages, value_pages, tables.typed_data(), W, P};
+  const float* logits = sinks.element_count() ? sinks.typed_data() : nullptr;
   int64_t longest = 0;
   for (int64_t r = 0; r < R; ++r) longest = std::max<int64_t>(longest, positions.typed_data()[r]);
-  each({pool, threads}, R * s.N, 2.0 * R * s.H * s.K * (longest + 1), [&](int64_t task) {
-    const int64_t r = task / s.N, head = task % s.N, position = positions.typed_data()[r];
-    const int32_t* table = tables.typed_data() + r * W;
-    float* to = out->typed_data() + (r * s.H + head * g) * s.K;
-    if (position < 0 || position / s.G >= W || table[position / s.G] >= P) {
-      std::fill(to, to + g * s.K, 0.0f);
-      return;
-    }
-    const int64_t page = table[position / s.G], column = position % s.G;
-    float* key = key_pages + (page * s.N + head) * s.K * s.G + column;
-    const int64_t from = (r * s.N + head) * s.K;
-    for (int64_t d = 0; d < s.K; ++d) key[d * s.G] = k.typed_data()[from + d];
-    std::memcpy(value_pages + ((page * s.N + head) * s.G + column) * s.K, v.typed_data() + from,
-                s.K * sizeof(float));
-    thread_local std::vector<Segment> segments;
-    segments.clear();
-    add_pages(key_pages, value_pages, table, head, seen_from(position, s), position + 1, s,
-              segments);
-    for (int64_t h = 0; h < g; h += kQueries) {
-      Query queries[kQueries];
-      const int some = static_cast<int>(std::min<int64_t>(kQueries, g - h));
-      for (int i = 0; i < some; ++i) {
-        const int64_t number = head * g + h + i;
-        queries[i] = {q.typed_data() + (r * s.H + number) * s.K, position,
-                      has_sinks ? sinks.typed_data() + number : nullptr, to + (h + i) * s.K};
-      }
-      attend_together(queries, some, segments, s);
-    }
+  const int64_t parts = R < kFewRows ? s.N : 1;  // of the heads
+  each(pool, R * parts, 2.0 * R * s.H * s.K * (longest + 1), [&](int64_t task) {
+    const int64_t r = task / parts, first = task % parts * (s.N / parts);
+    const NewToken token{q.typed_data() + r * s.H * s.K, k.typed_data() + r * s.N * s.K,
+                         v.typed_data() + r * s.N * s.K, out->typed_data() + r * s.H * s.K,
+                         positions.typed_data()[r]};
+    attend_row(token, r, first, first + s.N / parts, pages, logits, s);
   });
   return ffi::Error::Success();
 }
@@ -263,8 +333,7 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                       ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
                       ffi::Buffer<ffi::S32> begins, ffi::Buffer<ffi::S32> starts,
                       ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks,
-                      ffi::ResultBuffer<ffi::F32> out, int64_t window, float scale, float cap,
-                  int64_t threads) {
+                      ffi::ResultBuffer<ffi::F32> out, int64_t window, float scale, float cap) {
   const auto qs = q.dimensions(), ks = keys.dimensions();
   const int64_t n = qs[0], B = tables.dimensions()[0], W = tables.dimensions()[1];
   const Shape s{qs[1], ks[1], ks[2], ks[3], window, scale, cap};
@@ -286,7 +355,7 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
   }
   std::fill(out->typed_data(), out->typed_data() + n * s.H * s.K, 0.0f);
   const int64_t g = s.H / s.N;
-  each({pool, threads}, static_cast<int64_t>(tasks.size()) * s.N, work, [&](int64_t number) {
+  each(pool, static_cast<int64_t>(tasks.size()) * s.N, work, [&](int64_t number) {
     const Task task = tasks[number / s.N];
     const int64_t head = number % s.N, b = task.sequence;
     const int64_t begin = begins.typed_data()[b], start = starts.typed_data()[b];
@@ -307,18 +376,19 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                 start, s, segments);
     segments.push_back({turned.data(), v.typed_data() + ((begin + from) * s.N + head) * s.K, ld,
                         s.N * s.K, start + from, count});
-    Query queries[kQueries];
-    int some = 0;
+    thread_local std::vector<Group> one(1);
+    Group& group = one.front();
+    group.count = 0;
     for (int64_t i = task.first; i < until; ++i)
       for (int64_t h = head * g; h < (head + 1) * g; ++h) {
         const int64_t place = ((begin + i) * s.H + h) * s.K;
-        queries[some++] = {q.typed_data() + place, start + i,
-                           sinks.element_count() ? sinks.typed_data() + h : nullptr,
-                           out->typed_data() + place};
-        if (some == kQueries || (i + 1 == until && h + 1 == (head + 1) * g)) {
+        group.queries[group.count++] = {q.typed_data() + place, start + i,
+                                        sinks.element_count() ? sinks.typed_data() + h : nullptr,
+                                        out->typed_data() + place};
+        if (group.count == kQueries || (i + 1 == until && h + 1 == (head + 1) * g)) {
           segments.back().count = i + 1 - from;  // the last of them sees no further
-          attend_together(queries, some, segments, s);
-          some = 0;
+          attend_together(one, segments, s);
+          group.count = 0;
         }
       }
   });

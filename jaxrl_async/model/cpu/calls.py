@@ -4,10 +4,7 @@ Shapes: n tokens, D inputs, E outputs, R rows, H heads, N KV heads, K head width
 a page, W pages of the longest table, B sequences.
 """
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +16,6 @@ from jaxrl_async.model.kernels import PLAIN, Scoring
 
 PANEL = 32
 """Outputs whose weights lie together."""
-
-_threads = ContextVar("_threads", default=0)
-"""Most threads of the calls that are being traced; 0: XLA's."""
-
-P, R = ParamSpec("P"), TypeVar("R")
-
-
-def with_threads(function: Callable[P, R], most: int) -> Callable[P, R]:
-    """Return a function to trace whose calls use so many threads at most; 0: XLA's."""
-
-    @wraps(function)
-    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _threads.set(most)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _threads.reset(token)
-
-    return traced
 
 
 def packed(weight: Array) -> Array:
@@ -84,9 +62,7 @@ def packed_product(
         target_of("product"), jax.ShapeDtypeStruct((rows.shape[0], outputs), jnp.float32)
     )
     mask = jnp.zeros(0, bool) if used is None else used.reshape(-1)
-    result: Array = call(
-        rows, weight, _or_none(scales), mask, rounds=rounds, threads=np.int64(_threads.get())
-    )
+    result: Array = call(rows, weight, _or_none(scales), mask, rounds=rounds)
     return result.reshape(*x.shape[:-1], outputs)
 
 
@@ -178,5 +154,4 @@ def _attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
         "window": np.int64(scoring.window),
         "scale": np.float32(q.shape[-1] ** -0.5),
         "cap": np.float32(scoring.cap),
-        "threads": np.int64(_threads.get()),
     }

@@ -52,8 +52,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_product, product,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("rounds")
-                                  .Attr<int64_t>("threads"));
+                                  .Attr<bool>("rounds"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend, attend,
                               ffi::Ffi::Bind()
@@ -71,8 +70,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend, attend,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
-                                  .Attr<float>("cap")
-                                  .Attr<int64_t>("threads"));
+                                  .Attr<float>("cap"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend_new, attend_new,
                               ffi::Ffi::Bind()
@@ -90,5 +88,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_attend_new, attend_new,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
-                                  .Attr<float>("cap")
-                                  .Attr<int64_t>("threads"));
+                                  .Attr<float>("cap"));

@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -234,10 +235,11 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
 }
 
 // Multiply all rows with all panels: y [n, E].
-void whole_product(const Threads& on, const Rows& rows, const Weights& w, float* y, int64_t E) {
+void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
+                   int64_t E) {
   const int64_t panels = (E + kPanel - 1) / kPanel, together = rows.n <= 2 ? 4 : 1;
   const double work = static_cast<double>(rows.n) * w.words * E;
-  each(on, (panels + together - 1) / together, work, [&](int64_t i) {
+  each(pool, (panels + together - 1) / together, work, [&](int64_t i) {
     const int64_t first = i * together, left = E - first * kPanel;
     const float* from = w.panels + first * w.words * kPanel;
     if (together == 4 && left >= 4 * kPanel) {
@@ -273,53 +275,54 @@ struct Rounded {
   std::vector<int32_t> excess;
 };
 
-// Round rows [n, D] to bfloat16: two in each of `words`, or each in one of 2 `words`.
-void round_to_halves(const float* x, int64_t n, int64_t D, int64_t words, Rounded& out) {
-  const int64_t stride = kHasPairs ? words : 2 * words;
-  out.words.assign(n * stride, 0.0f);
-  for (int64_t r = 0; r < n; ++r) {
-    const float* from = x + r * D;
-    float* to = out.words.data() + r * stride;
-    if (!kHasPairs) {
-      for (int64_t d = 0; d < D; ++d) to[d] = of_bits(half_of(from[d]) << 16);
-      continue;
-    }
-    for (int64_t d = 0; d < D / 2; ++d)
-      to[d] = of_bits(half_of(from[2 * d]) | half_of(from[2 * d + 1]) << 16);
-    if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
+// Round a row [D] to bfloat16: into one word each, or in pairs.
+void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
+  if (!in_pairs) {
+    for (int64_t d = 0; d < D; ++d) to[d] = of_bits(half_of(from[d]) << 16);
+    return;
   }
+  for (int64_t d = 0; d < D / 2; ++d)
+    to[d] = of_bits(half_of(from[2 * d]) | half_of(from[2 * d + 1]) << 16);
+  if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
 }
 
-// Round rows [n, D] to 8 bits, by the largest number of each: four in each of `words`, or each in
-// one of 4 `words`.
-void round_to_bytes(const float* x, int64_t n, int64_t D, int64_t words, bool in_fours,
-                    Rounded& out) {
-  const int64_t stride = in_fours ? words : 4 * words;
-  out.words.assign(n * stride, 0.0f);
-  out.scales.resize(n);
-  out.excess.resize(n);
-  for (int64_t r = 0; r < n; ++r) {
-    const float* from = x + r * D;
-    float* to = out.words.data() + r * stride;
-    float largest = 0.0f, broken = 0.0f;
-    for (int64_t d = 0; d < D; ++d) largest = largest < std::fabs(from[d]) ? std::fabs(from[d]) : largest;
-    for (int64_t d = 0; d < D; ++d) broken += from[d] * 0.0f;  // NaN if a number is none
-    const float scale = std::max(largest, 1e-30f) / 127.0f, inverse = 1.0f / scale;
-    out.scales[r] = std::isnan(broken) ? broken : scale;
-    out.excess[r] = 0;
-    if (std::isnan(broken)) continue;
-    int8_t* bytes = reinterpret_cast<int8_t*>(to);
-    int32_t sum = 0;
-    for (int64_t d = 0; d < D; ++d) {
-      const float whole = std::nearbyint(from[d] * inverse);
-      sum += static_cast<int32_t>(whole);
-      if (in_fours)
-        bytes[d] = static_cast<int8_t>(whole);
-      else
-        to[d] = whole;
+// Return the largest of |x| [D], or NaN if one of them is none.
+inline float largest_of(const float* x, int64_t D) {
+  Ints most[2]{};  // bits of numbers without their signs are ordered as the numbers are, NaN last
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= D; d += 2 * kLanes)
+    for (int p = 0; p < 2; ++p) {
+      const Ints bits = (Ints)load(x + d + p * kLanes) & 0x7fffffff;
+      most[p] = bits > most[p] ? bits : most[p];
     }
-    out.excess[r] = 128 * sum;
+  int32_t all = 0;
+  for (int l = 0; l < kLanes; ++l) all = std::max({all, most[0][l], most[1][l]});
+  for (; d < D; ++d) all = std::max(all, static_cast<int32_t>(bits_of(x[d]) & 0x7fffffffu));
+  const float largest = of_bits(static_cast<uint32_t>(all));
+  return std::isfinite(largest) ? largest : NAN;
+}
+
+// Round a row [D] to 8 bits by its largest number, into one word each or in fours. What is not
+// finite makes the scale NaN.
+void round_to_bytes(const float* from, int64_t D, bool in_fours, float* to, float& scale,
+                    int32_t& excess) {
+  const float largest = largest_of(from, D);
+  scale = std::isnan(largest) ? largest : std::max(largest, 1e-30f) / 127.0f;
+  excess = 0;
+  if (std::isnan(largest)) return;
+  const float inverse = 1.0f / scale;
+  int32_t sum = 0;
+  if (in_fours) {
+    int8_t* bytes = reinterpret_cast<int8_t*>(to);
+    for (int64_t d = 0; d < D; ++d) {
+      const int32_t whole = static_cast<int32_t>(std::nearbyint(from[d] * inverse));
+      sum += whole;
+      bytes[d] = static_cast<int8_t>(whole);
+    }
+  } else {
+    for (int64_t d = 0; d < D; ++d) to[d] = std::nearbyint(from[d] * inverse);
   }
+  excess = 128 * sum;
 }
 
 // ---- the call
@@ -334,10 +337,10 @@ How how_of(ffi::DataType type, bool rounds, int64_t D) {
 }
 
 // Arguments: x [n, D]; packed weights, of which 8 bits have scales [E]; used [n] or [0]: rows that
-// are computed; the others are 0. rounds: rows are rounded to the weights' type. threads: at most.
+// are computed; the others are 0. rounds: rows are rounded to the weights' type.
 ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                    ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::PRED> used,
-                   ffi::ResultBuffer<ffi::F32> y, bool rounds, int64_t threads) {
+                   ffi::ResultBuffer<ffi::F32> y, bool rounds) {
   const int64_t n = x.dimensions()[0], D = x.dimensions()[1], E = y->dimensions()[1];
   const ffi::DataType type = weight.element_type();
   const int64_t per = type == ffi::DataType::F32 ? 1 : type == ffi::DataType::BF16 ? 2 : 4;
@@ -366,20 +369,33 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
   }
   Rows rows{from, count, D, nullptr, nullptr};
   if (rounds && per == 2) {
-    round_to_halves(from, count, D, w.words, rounded);
-    rows = {rounded.words.data(), count, kHasPairs ? w.words : 2 * w.words, nullptr, nullptr};
+    const bool in_pairs = w.how == How::kPairs;
+    const int64_t stride = in_pairs ? w.words : 2 * w.words;
+    rounded.words.assign(count * stride, 0.0f);
+    Rounded& out = rounded;  // of this thread
+    each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
+      round_to_halves(from + r * D, D, in_pairs, out.words.data() + r * stride);
+    });
+    rows = {out.words.data(), count, stride, nullptr, nullptr};
   } else if (rounds && per == 4) {
     const bool in_fours = w.how == How::kFours;
-    round_to_bytes(from, count, D, w.words, in_fours, rounded);
-    rows = {rounded.words.data(), count, in_fours ? w.words : 4 * w.words, rounded.scales.data(),
-            rounded.excess.data()};
+    const int64_t stride = in_fours ? w.words : 4 * w.words;
+    rounded.words.assign(count * stride, 0.0f);
+    rounded.scales.resize(count);
+    rounded.excess.resize(count);
+    Rounded& out = rounded;  // of this thread
+    each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
+      round_to_bytes(from + r * D, D, in_fours, out.words.data() + r * stride, out.scales[r],
+                     out.excess[r]);
+    });
+    rows = {out.words.data(), count, stride, out.scales.data(), out.excess.data()};
   } else if (D % per) {  // a word's last inputs are there, and 0
     rounded.words.assign(count * per * w.words, 0.0f);
     for (int64_t r = 0; r < count; ++r)
       std::memcpy(rounded.words.data() + r * per * w.words, from + r * D, D * sizeof(float));
     rows = {rounded.words.data(), count, per * w.words, nullptr, nullptr};
   }
-  whole_product({pool, threads}, rows, w, leads ? to : outputs.data(), E);
+  whole_product(pool, rows, w, leads ? to : outputs.data(), E);
   if (leads) {  // the used rows are the first ones
     std::fill(to + count * E, to + n * E, 0.0f);
     return ffi::Error::Success();

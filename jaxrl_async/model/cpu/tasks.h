@@ -28,18 +28,11 @@ typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alia
 inline Lanes load(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline void store(float* p, Lanes v) { *reinterpret_cast<Lanes*>(p) = v; }
 
-// XLA's threads, of which a call uses `most`, the caller's own included; 0: all.
-struct Threads {
-  ffi::ThreadPool& pool;
-  int64_t most;
-};
-
 // Run task(0) to task(count - 1); the caller takes part, and returns when all are done.
 template <typename Task>
-void each(const Threads& on, int64_t count, double work, const Task& task) {
-  const int64_t most = on.most ? on.most : std::max<int64_t>(1, on.pool.num_threads());
-  const int64_t threads =
-      std::min<int64_t>({count, most, 1 + static_cast<int64_t>(work / kLittle)});
+void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
+  const int64_t threads = std::min<int64_t>(
+      {count, std::max<int64_t>(1, pool.num_threads()), 1 + static_cast<int64_t>(work / kLittle)});
   if (threads <= 1) {
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
@@ -55,7 +48,7 @@ void each(const Threads& on, int64_t count, double work, const Task& task) {
       shared->done.fetch_add(1);
     }
   };
-  for (int64_t i = 1; i < threads; ++i) on.pool.Schedule(decltype(take)(take));
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule(decltype(take)(take));
   take();
   while (shared->done.load() < count) std::this_thread::yield();
 }

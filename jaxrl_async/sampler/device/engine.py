@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.mesh import SAMPLER_RULES, shapes_on, shardings, spans_processes, spec_for
 from jaxrl_async.model import cache
 from jaxrl_async.model.adapter_stack import empty_adapter, stack_table
-from jaxrl_async.model.cpu.calls import with_threads
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec, Params, is_stack
 from jaxrl_async.sampler.device import decode, insertion
@@ -75,11 +74,6 @@ def programs_of(spec: EngineSpec) -> Programs:
     """
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
-
-    def of_spec(function: Any) -> Any:
-        """Bind the spec; the CPU's own kernels use as many threads as it says."""
-        return with_threads(partial(function, spec), int(spec.one_thread))
-
     state = decode_state_shardings(spec)
     results, places = _result_shardings(spec, state), _place_shardings(spec)
     return Programs(
@@ -89,13 +83,13 @@ def programs_of(spec: EngineSpec) -> Programs:
         load_place=jit(
             partial(insertion.load_place, spec), donate_argnums=(0,), out_shardings=places
         ),
-        probe=jit(of_spec(insertion.probe)),
-        prefill=jit(of_spec(insertion.prefill), out_shardings=results.prefill),
+        probe=jit(partial(insertion.probe, spec)),
+        prefill=jit(partial(insertion.prefill, spec), out_shardings=results.prefill),
         insert=jit(  # partial: counted apart
             partial(insertion.insert), donate_argnums=(1,), out_shardings=results.insert
         ),
         generate=jit(
-            of_spec(decode.generate),
+            partial(decode.generate, spec),
             donate_argnums=(1,),
             static_argnames=("context_pages", "mix"),
             out_shardings=results.generate,
