@@ -202,6 +202,7 @@ def run(spec: ModelSpec, config: schema.Config, lengths: Sequence[int], steps: i
         outlets=Outlets(
             evaluate=dict,
             report=watch.report,
+            begin_report=lambda *step: lambda more: watch.report(*step),
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),

@@ -42,6 +42,10 @@ class RewardSection(Section):
 class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
+    beside: bool = False
+    """Evaluate while rollouts and the next update go on. The weights that are evaluated stay until
+    it ends: the next wait to be published. The last evaluation is waited for, and so is each one
+    where several processes train."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature in the evaluation; 0: greedy."""
     episodes_at_once: Count = 64

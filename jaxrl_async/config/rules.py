@@ -392,11 +392,12 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
-    """Require a tolerance that the rounding of 8-bit weights does not exceed."""
-    weights = config.weights
-    if weights.eight_bits and weights.probe and weights.probe_tolerance < 0.01:
+    """Require a tolerance that rounding to 8 bits does not exceed."""
+    weights, rounds = config.weights, config.sampler.matmul == "int8"
+    if (weights.eight_bits or rounds) and weights.probe and weights.probe_tolerance < 0.01:
+        setting = "sampler.matmul=int8" if rounds else f"weights.dtype={weights.dtype}"
         yield (
-            f"weights.dtype={weights.dtype} rounds the sampler's weights, so that its log-probs on "
+            f"{setting} rounds the sampler's weights, so that its log-probs on "
             "the probe differ from the trainer's by more than weights.probe_tolerance "
             f"({weights.probe_tolerance:g}). Raise it to about 0.5 nats, or set "
             "weights.probe=false."

@@ -121,10 +121,11 @@ class MetricsSection(Section):
     mlflow: MlflowSection = MlflowSection()
     trackio: TrackioSection = TrackioSection()
     spans: bool = False
-    """Record who was busy when, and write it at the end to trace.json in the run's folder, which
-    https://ui.perfetto.dev opens."""
+    """Record who was busy when: the page of runs shows it, and https://ui.perfetto.dev opens
+    trace.json in the run's folder, written each minute and at the end."""
     samples_every: NonNegative = 10
-    """Updates between two records of sample completions; 0: none."""
+    """Updates between two records of sample completions; 0: none. One more forward pass over these
+    few shows the trainer's log-probs beside the sampler's."""
     peak_flops: float | None = Field(None, gt=0)
     """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
     product."""

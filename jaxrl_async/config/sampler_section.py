@@ -40,9 +40,10 @@ class SamplerSection(Section):
     on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
     """What happens to running sequences at a weight swap: keep their KV (continue), rebuild it
     (recompute), finish them first (drain) or start them over (restart)."""
-    matmul: Literal["full", "bfloat16"] = "full"
-    """Precision of matrix products: that of model.dtype (full), or bfloat16 (faster on chips with
-    bfloat16 units)."""
+    matmul: Literal["full", "bfloat16", "int8"] = "full"
+    """Precision of matrix products: that of model.dtype (full), bfloat16 (faster on chips with
+    bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
+    AVX512_VNNI). Log-probs then differ from the trainer's, most with int8."""
     attention: Literal["auto", "gathered", "ragged"] = "auto"
     """Decode attention: dense on gathered pages, or TPU's ragged paged kernel; auto: by
     platform."""

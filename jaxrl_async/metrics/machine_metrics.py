@@ -13,6 +13,11 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "s",
             "Time the trainer waited for others' steps, of several adapters that learn in one run.",
         ),
+        (
+            "time/wait_eval_s",
+            "s",
+            "Wait of new weights for an evaluation of those before (eval.beside).",
+        ),
         ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
         ("time/save_s", "s", "Time a checkpoint stopped the trainer."),

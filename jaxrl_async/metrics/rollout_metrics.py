@@ -50,6 +50,14 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         Max,
         ("rollout/length_max", "tokens", "Most drawn tokens in an episode."),
     ),
+    *declared(
+        Sum,
+        (
+            "rollout/lengths_to_<n>",
+            "episodes",
+            "Episodes of at most n drawn tokens and more than n / 2: a histogram.",
+        ),
+    ),
     *timed(
         Last,
         (

@@ -28,6 +28,8 @@ TRACE_FILE = "trace.json"
 """In the run's folder: the spans of its process (of further ones trace.1.json, ...)."""
 TRACE_VARIABLE = "JAXRL_ASYNC_TRACE"
 """Environment variable of a sampler process: the file that its spans are written to."""
+WRITE_EVERY_S = 60.0
+"""Seconds between two writes of the file while the run goes on."""
 CAPACITY = 50_000
 """Newest spans of each thread that are kept."""
 TRACE_CLOCK = time.perf_counter
@@ -100,6 +102,7 @@ class SpanRecorder:
 
 
 _recorder: SpanRecorder | None = None
+_write: Callable[[], None] | None = None  # brings what is recorded so far to its file
 
 
 class span:
@@ -135,37 +138,60 @@ def add_span(name: str, start_s: float, end_s: float, lanes: str = "", **args: A
 def recorded_spans(
     path: Path | None, process: str, is_ours: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Record the spans of this process inside the `with`, and write them at its end, whatever ends
-    it; they are also sent to a collector that OpenTelemetry's variables name (metrics/otlp.py).
+    """Record the spans of this process inside the `with`, and write them every WRITE_EVERY_S and at
+    its end, whatever ends it; then they are also sent to a collector that OpenTelemetry's variables
+    name (metrics/otlp.py).
 
     path: the file; None: nothing is recorded. If its folder is not there at the end nothing is
         written.
     process: what the process is called there.
-    is_ours: asked at the end; whether the folder is this run's, so that one which was refused
-        leaves the spans of another alone.
+    is_ours: asked before they are written; whether the folder is this run's, so that one which was
+        refused leaves the spans of another alone.
     """
-    global _recorder
+    global _recorder, _write
     if path is None or _recorder is not None:
         yield
         return
-    _recorder = recorder = SpanRecorder()
+    recorder, ended, writing = SpanRecorder(), threading.Event(), threading.Lock()
+
+    def write() -> None:
+        try:
+            with writing:
+                if path.parent.is_dir() and is_ours():
+                    write_trace(recorder, path, process)
+        except OSError as error:
+            log.warning("the spans could not be written to %s: %s", path, error)
+
+    def write_now_and_then() -> None:
+        while not ended.wait(WRITE_EVERY_S):
+            write()
+
+    thread = threading.Thread(target=write_now_and_then, name="spans", daemon=True)
+    _recorder, _write = recorder, write
+    thread.start()
     try:
         yield
     finally:
-        _recorder = None
-        try:
-            if path.parent.is_dir() and is_ours():
-                write_trace(recorder, path, process)
-                run = path.parent if path.name.startswith("trace.") else path.parent.parent
-                otlp.send(recorder.tracks(), process, run.name, time.time() - TRACE_CLOCK())
-        except OSError as error:
-            log.warning("the spans could not be written to %s: %s", path, error)
+        _recorder = _write = None
+        ended.set()
+        thread.join()
+        write()
+        if recorder.dropped:
+            log.warning("%s: no room for the oldest %d spans", path, recorder.dropped)
+        if path.exists() and is_ours():
+            log.info("spans: %s, which https://ui.perfetto.dev opens", path)
+            run = path.parent if path.name.startswith("trace.") else path.parent.parent
+            otlp.send(recorder.tracks(), process, run.name, time.time() - TRACE_CLOCK())
+
+
+def write_spans() -> None:
+    """Write what is recorded so far, if spans are recorded."""
+    if _write is not None:
+        _write()
 
 
 def write_trace(recorder: SpanRecorder, path: Path, process: str) -> None:
     """Write the spans in Chrome's JSON format of traces; times in microseconds of TRACE_CLOCK."""
-    if recorder.dropped:
-        log.warning("%s: no room for the oldest %d spans", path, recorder.dropped)
     pid = os.getpid()
     began = {"wall_clock_s": time.time(), "trace_clock_s": TRACE_CLOCK()}
     fresh = path.with_name(path.name + ".tmp")
@@ -180,7 +206,6 @@ def write_trace(recorder: SpanRecorder, path: Path, process: str) -> None:
                 file.write(",\n" + json.dumps(_event(one, pid, tid)))
         file.write("\n]}\n")
     fresh.replace(path)
-    log.info("spans: %s, which https://ui.perfetto.dev opens", path)
 
 
 def in_order(spans: list[RecordedSpan]) -> list[RecordedSpan]:

@@ -377,11 +377,12 @@ def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> lis
     return [fuse(layer) for layer in layers] if fused else layers
 
 
-def packed_head(spec: ModelSpec, params: Params) -> Params:
-    """Return parameters with the head as the CPU's own product reads it; the embedding of tied
-    weights stays for looking up."""
+def packed_head(spec: ModelSpec, params: Params, *, halved: bool = False) -> Params:
+    """Return parameters with the head as the CPU's own product reads it (halved: in bfloat16); the
+    embedding of tied weights stays for looking up."""
     rest = {name: w for name, w in params.items() if name != "lm_head"}
-    return {**rest, PACKED_HEAD: packed(output_head(spec, params).T)}
+    head = output_head(spec, params).T
+    return {**rest, PACKED_HEAD: packed(head.astype(jnp.bfloat16) if halved else head)}
 
 
 def flat_forward(
@@ -394,6 +395,7 @@ def flat_forward(
     *,
     dtype: Any = jnp.float32,
     mixed: bool = False,
+    eight_bits: bool = False,
     experts: Experts = run_experts,
     choose: Choose = route,
     images: tuple[Array, Array] | None = None,
@@ -411,6 +413,7 @@ def flat_forward(
             sees. With latent attention N is 1, and v has width 0: the keys are the values.
         dtype: of the hidden states.
         mixed: matrix products in bfloat16, see layers.product.
+        eight_bits: tokens are rounded where packed weights have 8 bits, see layers.Layer.
         experts: computes a layer's experts, see moe.experts_on.
         choose: routes each token.
         images: where the image of each token begins [n], and its embedding [n, D], as in TokenRows;
@@ -427,6 +430,7 @@ def flat_forward(
             stack=kind.stack,
             fused="qkv_proj" in weights,
             mixed=mixed,
+            eight_bits=eight_bits,
             scales=scales_among(weights),
             adapted=adapted_names(weights),
             chosen=LORA_OWN in weights,
@@ -446,13 +450,13 @@ def _cast(function: Callable[..., Array], dtype: Any) -> Callable[..., Array]:
 
 def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = False) -> Array:
     """Apply the final norm and the head: [n, D] -> [n, V] float32."""
+    if PACKED_HEAD in params:
+        y, used = _final_norm(spec, params, x), params.get(ROWS_USED)
+        logits = packed_product(y, params[PACKED_HEAD], spec.vocab, used, rounds=mixed)
+        return bounded(logits, spec.scales)
     if mixed:
         y = _final_norm(spec, params, x)
         return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
-    if PACKED_HEAD in params:
-        y = _final_norm(spec, params, x)
-        logits = packed_product(y, params[PACKED_HEAD], spec.vocab, params.get(ROWS_USED))
-        return bounded(logits, spec.scales)
     head = output_head(spec, params).astype(x.dtype)
     y = _final_norm(spec, params, x)
     return bounded(jnp.matmul(y, head, preferred_element_type=jnp.float32), spec.scales)

@@ -20,6 +20,7 @@ def layer_graph(
     stack: str = "layers",
     fused: bool = False,
     mixed: bool = False,
+    eight_bits: bool = False,
     scales: str = "",
     adapted: tuple[str, ...] = (),
     chosen: bool = False,
@@ -30,7 +31,7 @@ def layer_graph(
     Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
     layer = partial(
         _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
-        scales=scales, adapted=adapted, chosen=chosen, masked=masked,
+        eight_bits=eight_bits, scales=scales, adapted=adapted, chosen=chosen, masked=masked,
     )  # fmt: skip
     graph, _ = nnx.split(nnx.eval_shape(layer))
     return graph

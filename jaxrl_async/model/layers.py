@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jaxrl_async.model.activations import gated
-from jaxrl_async.model.cpu.calls import PANEL, packed, packed_product, rotated
+from jaxrl_async.model.cpu.calls import PANEL, packed_product, rotated
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
@@ -131,8 +131,9 @@ class Layer(nnx.Module):
     What it computes depends on the spec and on its weights alone.
 
     stack: the stack that its weights are from. fused: fewer, larger matrices with outputs first,
-    see fuse(). mixed: products in bfloat16, see product(). scales: ending of the names of the
-    scales of quantised matrices, see quantize.py; they are not fused. adapted: names of the
+    see fuse(). mixed: products in bfloat16, see product(). eight_bits: tokens are rounded to 8 bits
+    where packed weights are, see packed_layers.py. scales: ending of the names of the scales of
+    quantised matrices, see quantize.py; fused, they are packed. adapted: names of the
     matrices that have an adapter beside them, and LORA_DROP in an update with dropout, see lora.py;
     adapters are not fused. chosen: each row uses its own columns of the adapter, see
     adapter_stack.py. masked: only the tokens of ROWS_USED need be computed.
@@ -145,12 +146,13 @@ class Layer(nnx.Module):
         stack: str = "layers",
         fused: bool = False,
         mixed: bool = False,
+        eight_bits: bool = False,
         scales: str = "",
         adapted: tuple[str, ...] = (),
         chosen: bool = False,
         masked: bool = False,
     ) -> None:
-        self.spec, self.fused, self.mixed = spec, fused, mixed
+        self.spec, self.fused, self.mixed, self.eight_bits = spec, fused, mixed, eight_bits
         self.scales, self.adapted, self.chosen = scales, adapted, chosen
         table = weight_table(spec)
         shapes = {name: w.shape[1:] for name, w in table[stack].items()}
@@ -165,7 +167,10 @@ class Layer(nnx.Module):
         beside |= {LORA_OWN: ()} if chosen else {}
         beside |= {ROWS_USED: ()} if masked else {}
         if scales:
-            beside |= {n + scales: () for n, w in table[stack].items() if is_matrix(n, w)}
+            weights = table[stack]
+            quantised = [n for n, w in weights.items() if n in shapes and is_matrix(n, w)]
+            joined = [n for n in shapes if fused and n in MATRICES]
+            beside |= {n + scales: () for n in (*quantised, *joined)}
         for name, shape in (shapes | beside).items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
@@ -198,7 +203,7 @@ class Layer(nnx.Module):
             widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         if name == "gate_up":
             weight = self.gate_up[...]
-            outputs = weight.size // weight.shape[1]
+            outputs = weight.shape[0] * (PANEL if weight.ndim == 3 else 1)
             return dict.fromkeys(("gate", "up"), outputs // 2)
         return {n: w * spec.head_dim for n, w in widths.items()} or {name: 0}
 
@@ -215,8 +220,7 @@ class Layer(nnx.Module):
     def _times_base(self, x: Array, name: str) -> Array:
         weight = getattr(self, name)[...]
         if self.fused and weight.ndim == 3:
-            used = getattr(self, ROWS_USED)[...] if hasattr(self, ROWS_USED) else None
-            return packed_product(x, weight, used=used)
+            return self._times_packed(x, name, weight)
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
         if not self.scales:
@@ -228,6 +232,14 @@ class Layer(nnx.Module):
             rows if self.mixed else x, weight.reshape(-1, width), flat, self.scales, summed
         )
         return out.astype(x.dtype)
+
+    def _times_packed(self, x: Array, name: str, weight: Array) -> Array:
+        used = getattr(self, ROWS_USED)[...] if hasattr(self, ROWS_USED) else None
+        if not self.scales:
+            return packed_product(x, weight, used=used, rounds=self.mixed)
+        scales = getattr(self, name + self.scales)[...].astype(jnp.float32)
+        x = x.astype(jnp.bfloat16).astype(x.dtype) if self.mixed else x
+        return packed_product(x, weight, scales.size, used, scales=scales, rounds=self.eight_bits)
 
     def _norm(self, x: Array, name: str, *, axes: int = 1) -> Array:
         """Normalise over the last axes with the weights of a norm; without them, return x."""
@@ -429,16 +441,6 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
 
 MATRICES = ("qkv_proj", "q_b", "o", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
 """What fuse() makes of a layer's matrices, outputs first."""
-
-
-def packed_layer(weights: dict[str, Array]) -> dict[str, Array]:
-    """Pack the matrices of a fused layer for the CPU's own product, if their outputs fill whole
-    panels; the others stay for XLA's."""
-
-    def fits(name: str, weight: Array) -> bool:
-        return name in MATRICES and weight.ndim == 2 and weight.shape[0] % PANEL == 0
-
-    return {n: packed(w) if fits(n, w) else w for n, w in weights.items()}
 
 
 def initial(weight: Weight, key: Array, dtype: Any) -> Array:

@@ -206,8 +206,8 @@ def connect(
     )
     _open_serving(config, inputs, side, lockstep, closing)
     observer = make_observer(config.metrics, side, lockstep, inputs.serving)
-    outlets = make_outlets(config, side, observer, checkpoints, console, lockstep)
-    trainer = make_trainer(config, learner, side, outlets, turn)
+    outlets = make_outlets(config, learner, side, observer, checkpoints, console, lockstep)
+    trainer = make_trainer(config, learner, side, outlets, lockstep, turn)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(
         paths=paths,

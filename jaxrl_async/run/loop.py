@@ -38,7 +38,7 @@ from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import accuracy_points, points
-from jaxrl_async.metrics.spans import recorded_spans
+from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
@@ -115,6 +115,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         if not lockstep.writes:
             return paths.root
         early = f"{early}: everything is saved; --resume continues" if early else ""
+        write_spans()  # for the report
         achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
     console.summary([*achieved, early, *where, *copy.verdict()])
     return paths.root

@@ -3,9 +3,11 @@ watchdog."""
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from jaxrl_async import __version__
@@ -37,7 +39,9 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
-from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, Prompt
+from jaxrl_async.trainer.beside import Finish
+from jaxrl_async.trainer.sight import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
+from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -143,28 +147,40 @@ class StepReporter:
     samples_every: int  # updates; 0: none
     lockstep: Lockstep
     opponents: Seated
+    sights: Callable[[], Sequence[TokenSight]] = tuple  # of the step that is reported
 
     def report(
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
     ) -> None:
         """Report the step that made this version. groups: trained on in it."""
+        self.begin(version, values, groups)({})
+
+    def begin(
+        self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
+    ) -> Finish:
+        """Report as `report`, but show nothing yet; return what shows it, with further values."""
         values = self.observer.complete(values)
         values |= self._of_prompts(groups)
         values |= self.opponents.measures() if groups else {}
         if not self.recorder.writes:
-            return
+            return lambda more: None
         self.recorder.log(version, values)
         if groups and self.samples_every and version % self.samples_every == 0:
-            self.recorder.samples(version, self._samples(groups[:2]))
+            self.recorder.samples(version, self._samples(groups[:SHOWN_GROUPS]))
+        return partial(self._finish, version, values)
+
+    def _finish(self, version: int, values: Mapping[str, float], more: Mapping[str, float]) -> None:
+        if more:
+            self.recorder.log(version, more)
         self.console.phase("training")
-        self.console.step(version, values)
+        self.console.step(version, {**values, **more})
 
     def _samples(self, groups: Sequence[EpisodeGroup]) -> list[dict[str, Any]]:
         """Return sample episodes; those of games say who sat where."""
         return [
             {**record, **({"opponents": seated} if (seated := self.opponents.names(group)) else {})}
             for group in groups
-            for record in sample_records([group], self.tokenizer)
+            for record in sample_records([group], self.tokenizer, self.sights())
         ]
 
     def _of_prompts(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
@@ -180,8 +196,10 @@ class StepReporter:
         return combined_measures(lockstep.gather_json(measures))
 
 
-def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the first two episodes of some groups, for people.
+def sample_records(
+    groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
+) -> list[dict[str, Any]]:
+    """Return the first episodes of some groups, for people, with what the trainer made of them.
 
     An episode of several turns, and one whose environment wrote its opening, is shown whole with
     its special tokens: what is not drawn is there, too. One of several turns has its `contexts`.
@@ -197,28 +215,47 @@ def sample_records(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> list
             "stop": episode.stop.value,
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
-            "tokens": token_facts(episode, tokenizer),
+            "tokens": token_facts(episode, tokenizer, sights),
             **({"contexts": contexts_of(episode, tokenizer)} if episode.num_turns > 1 else {}),
         }
         for group in groups
-        for episode, score in list(zip(group.episodes, group.scores, strict=True))[:2]
+        for episode, score in list(zip(group.episodes, group.scores, strict=True))[:SHOWN_EPISODES]
     ]
 
 
-def token_facts(episode: Episode, tokenizer: Tokenizer) -> dict[str, Any]:
+def token_facts(
+    episode: Episode, tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
+) -> dict[str, Any]:
     """Return text, log-prob and version of an episode's tokens from the first drawn one on, at most
-    MAX_SAMPLE_TOKENS; None where a token was not drawn. left_out: how many follow."""
+    MAX_SAMPLE_TOKENS; None where a token was not drawn. left_out: how many follow.
+
+    With a sight of the episode also each token's advantage, and `difference`: the trainer's
+    log-prob less the sampler's, nats.
+    """
     begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
     kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
     drawn = episode.drawn[kept].tolist()
-    logprobs = [round(float(x), 3) for x in episode.logprobs[kept]]
-    versions = episode.versions[kept].tolist()
-    return {
+
+    def of_drawn(values: Iterable[Any]) -> list[Any]:
+        return [v if d else None for v, d in zip(values, drawn, strict=True)]
+
+    facts = {
         "text": [tokenizer.token_text(int(t)) for t in episode.token_ids[kept]],
-        "logprob": [x if d else None for x, d in zip(logprobs, drawn, strict=True)],
-        "version": [v if d else None for v, d in zip(versions, drawn, strict=True)],
+        "logprob": of_drawn(_short(episode.logprobs[kept], 3)),
+        "version": of_drawn(episode.versions[kept].tolist()),
         "left_out": max(len(episode.token_ids) - kept.stop, 0),
     }
+    for sight in sights:
+        if sight.episode is episode:
+            facts["advantage"] = of_drawn(_short(sight.advantages[kept], 3))
+            difference = sight.logprobs[kept] - episode.logprobs[kept]
+            facts["difference"] = of_drawn(_short(difference, 6))
+    return facts
+
+
+def _short(values: FloatArray, digits: int) -> list[float | None]:
+    """Return values as short as JSON may have them; None where one is not finite."""
+    return [round(float(x), digits) + 0.0 if math.isfinite(x) else None for x in values]
 
 
 def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict[str, str]:

@@ -289,6 +289,7 @@ def build_engine(
     ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
     cpu_kernels = section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there()
     own = not spec.latent and not spec.delta
+    eight_bits = section.matmul == "int8"
     engine_spec = EngineSpec(
         model=spec,
         slots=plan.slots,
@@ -300,13 +301,21 @@ def build_engine(
         mesh=mesh,
         dtype=dtype,
         ragged=ragged,
-        cpu_products=cpu_kernels and not mixed and spec.own is None,
+        cpu_products=cpu_kernels and spec.own is None,
         cpu_attention=cpu_kernels and not ragged and section.attention == "auto" and own,
         one_thread=one_thread,
         mixed=mixed,
+        eight_bits=eight_bits,
         keeps_routes=keep_routing,
         room=room,
     )
+    if eight_bits and not (engine_spec.cpu_products and engine_spec.fused):
+        raise ConfigError(
+            "sampler.matmul=int8 multiplies by kernels for CPUs (sampler.cpu_kernels), which need "
+            "one CPU device a sampler, model.dtype=float32, g++ or clang++, and layers without a "
+            f"gate on attention or code of their own; the model is {spec.family}. Set "
+            "sampler.matmul=bfloat16 or full."
+        )
     return Engine(engine_spec)
 
 

@@ -50,6 +50,7 @@ def group_measures(
         **_seat_measures(groups),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
+        **_length_counts(lengths),
         "rollout/truncated_share": float(np.mean([e.stop is StopReason.LENGTH for e in episodes])),
         "rollout/turns_mean": float(np.mean([e.num_turns for e in episodes])),
         "rollout/contexts_mean": float(np.mean([len(e.starts) for e in episodes])),
@@ -57,6 +58,14 @@ def group_measures(
         **_lag_measures(groups, version, lags),
         **_by_lag(groups, lags, kl),
     }
+
+
+def _length_counts(lengths: IntArray) -> dict[str, float]:
+    """Count lengths by the power of two that they reach; an empty answer is counted under 0."""
+    reached = np.where(lengths > 0, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))), 0)
+    bins, counts = np.unique(reached.astype(np.int64), return_counts=True)
+    pairs = zip(bins.tolist(), counts.tolist(), strict=True)
+    return {f"rollout/lengths_to_{n}": float(count) for n, count in pairs}
 
 
 def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:

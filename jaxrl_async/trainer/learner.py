@@ -50,10 +50,11 @@ from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyOb
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.pair_credit import PairCredit
+from jaxrl_async.trainer.sight import TokenSight, shown_episodes, sights_of
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Frozen, TrainState, Update
-from jaxrl_async.types import EpisodeGroup, IntArray, PackedBatch
+from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class LearnerSettings:
     critic_warmup: int = 0  # steps in which only the critic learns
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
     seed: int = 0  # of the mini-batches, and of pairs
+    sights_every: int = 0  # versions between two of which `sights` are kept; 0: none are
 
 
 class Learner:
@@ -113,6 +115,7 @@ class Learner:
             shaping.resolve(choice) for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
+        self.sights: list[TokenSight] = []  # of the last step, if they are kept
         self.reference, self.teacher = self._stored(companions.reference), companions.teacher
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = self._objective.recipe.coefficients
@@ -218,6 +221,7 @@ class Learner:
         )
         results = self.run_passes(step.batch, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.kl)
+        self.sights = self._look(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
         report["train/flops"] += results.num_passes * forward_flops(
@@ -225,6 +229,28 @@ class Learner:
         )
         self._steer_and_follow(report, version)
         return {**of_process, **shaped.counts, **credit_report, **report}
+
+    def _look(
+        self,
+        step: PackedStep,
+        groups: Sequence[EpisodeGroup],
+        results: PassResults,
+        version: int,
+        device_lock: AnyDeviceLock,
+    ) -> list[TokenSight]:
+        """Return what the step makes of its first tokens, if it is to be shown.
+
+        One more pass over these few sequences, unless their log-probs are there: its program is
+        compiled once, and `train/flops` does not count it.
+        """
+        every, own = self._settings.sights_every, self._companions.own_pass
+        if own is None or not every or (version + 1) % every:
+            return []
+
+        def logprobs_of(batch: PackedBatch) -> FloatArray:
+            return own.logprobs(self.whole(self.params), batch, device_lock, replays=True)
+
+        return sights_of(step, shown_episodes(groups), results.proximal, logprobs_of)
 
     def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
         """Put the loss of the pairs, if they are learnt, where that of their tokens was."""

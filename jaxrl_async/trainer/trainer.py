@@ -23,8 +23,10 @@ from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, Traini
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports import Clock, GroupSource, Publisher
+from jaxrl_async.trainer.beside import EvaluationBeside, Finish
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.step_times import StepTimes
 from jaxrl_async.types import Draw, EpisodeGroup, IntArray
 
 STOP_S = 0.5
@@ -40,12 +42,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
-    """Where the trainer's results go. Called on the trainer's thread, in this order."""
+    """Where the trainer's results go. Called on the trainer's thread, in this order; `evaluate` may
+    be called on another, with `begin_report` in place of `report`."""
 
     evaluate: Callable[[], Mapping[str, float]]  # with the weights that are live now
     report: Callable[
         [int, Mapping[str, float], Sequence[EpisodeGroup]], None
     ]  # version, metrics, groups
+    begin_report: Callable[[int, Mapping[str, float], Sequence[EpisodeGroup]], Finish]
     save: Callable[[Learner, int, Mapping[str, int]], None]  # learner, version, `Trainer.numbers`
     should_stop: Callable[[], bool]
     should_hurry: Callable[[], bool] = lambda: False  # stopping, with no time to evaluate
@@ -58,6 +62,7 @@ class TrainerSettings:
 
     total_steps: int  # versions to make
     eval_every: int = 10  # versions; 0: only the first and the last
+    eval_beside: bool = False  # while the next version is learnt; the last one is waited for
     save_every: int = 0  # versions; 0: only the last
     max_skipped_steps: int = 3  # non-finite ones in a row that stop the run
     pacing: Bounds | None = None  # of the buffer's staleness limit; None: it stays as it is
@@ -91,6 +96,7 @@ class Trainer:
         self._torn = False  # whether an update that failed has left weights of no version
         self._device_lock, self._turn, self._clock = device_lock, turn, clock
         self._saved_version = -1
+        self._beside: EvaluationBeside | None = None  # under way
         self.doing, self.since = "starting", clock()  # for the watchdog
         self._pace = Pace(limit=settings.pacing.highest if settings.pacing else 0)
 
@@ -112,18 +118,22 @@ class Trainer:
         """
         in_a_hurry = self._outlets.should_stop() and self._outlets.should_hurry()
         due = self.version == 0 or self._evaluation_is_due()  # the same if this run was resumed
-        if due and not in_a_hurry:
+        if due and not in_a_hurry and self._settings.eval_beside:
+            self._evaluate_beside(self._outlets.begin_report(self.version, {}, ()))
+        elif due and not in_a_hurry:
             self._now("evaluating")
             self._outlets.report(self.version, self._outlets.evaluate(), ())
         if self._settings.save_every:
             self._save()  # the warm start, if nothing else
         self._source.resume()
         try:
-            while self.version < self._settings.total_steps and not self._outlets.should_stop():
-                self._one_step()
-        except Closed:
-            if not self._outlets.should_stop():
-                raise
+            try:
+                while self.version < self._settings.total_steps and not self._outlets.should_stop():
+                    self._one_step()
+            except Closed:
+                if not self._outlets.should_stop():
+                    raise
+            self._complete_evaluation()
         finally:
             self._save(last=True)
 
@@ -146,47 +156,61 @@ class Trainer:
             self._now("learning")
             values = self._learn(draw)
             trained = self._clock()
+            self._complete_evaluation()  # of weights that are live until the next are published
+            evaluated = self._clock()
             last = self.version == self._settings.total_steps or self._outlets.should_stop()
             evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
-            if evaluates:  # no new group starts until the evaluation has run on exactly this one
-                self._source.pause()
+            beside = evaluates and not last and self._settings.eval_beside
+            if evaluates and not beside:
+                self._source.pause()  # no new group starts until exactly this one is evaluated
             self._now("publishing")
             self._publish()
         published = self._clock()
-        if evaluates:
+        if evaluates and not beside:
             self._now("waiting for live weights")
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             self._now("evaluating")
             values |= self._outlets.evaluate()
-        ended = self._clock()
-        step_s = ended - start
-        for name, begin, end in (
-            ("step", start, ended),
-            ("wait for groups", start, drawn),
-            ("wait for the turn", drawn, in_turn),
-            ("learn", in_turn, trained),
-            ("publish", trained, published),
-            ("evaluate", published, ended),
-        ):
-            if evaluates or name != "evaluate":
-                add_span(name, begin, end, version=self.version)
-        turn_s = 0.0 if self._turn is None else in_turn - drawn
-        train_s = trained - start - draw.waited_s - turn_s
-        values |= {
-            "time/step_s": step_s,
-            "time/wait_data_s": draw.waited_s,
-            **({} if self._turn is None else {"time/wait_turn_s": turn_s}),
-            "time/train_s": train_s,
-            "time/publish_s": published - trained,
-            **self._save_report(),
-            "trainer/idle_share": 1.0 - train_s / step_s,
-        }
-        self._outlets.report(self.version, values, draw.groups)
+        times = StepTimes(
+            start=start,
+            drawn=drawn,
+            in_turn=in_turn,
+            trained=trained,
+            evaluated=evaluated,
+            published=published,
+            ended=self._clock(),
+        )
+        times.record(self.version, evaluates=evaluates and not beside)
+        in_turns, besides = self._turn is not None, self._settings.eval_beside
+        values |= times.measures(draw.waited_s, in_turns=in_turns, beside=besides)
+        values |= self._save_report()
+        if beside:
+            self._evaluate_beside(self._outlets.begin_report(self.version, values, draw.groups))
+        else:
+            self._outlets.report(self.version, values, draw.groups)
         if self._settings.save_every and self.version % self._settings.save_every == 0:
             self._save()
-        if evaluates and not last:
+        if evaluates and not beside and not last:
             self._source.resume()
         self._stop_if_lost()
+
+    def _evaluate_beside(self, finish: Finish) -> None:
+        """Begin to evaluate the version that was published last. Until it ends, no further one is:
+        the answers are all of its weights."""
+        version = self.version
+
+        def evaluate() -> Mapping[str, float]:
+            self._publisher.wait_live(version, LIVE_TIMEOUT_S, self._outlets.gives_up)
+            return self._outlets.evaluate()
+
+        self._beside = EvaluationBeside(evaluate, finish)
+
+    def _complete_evaluation(self) -> None:
+        """Wait for the evaluation under way, if there is one."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            self._now("evaluating")
+            beside.complete()
 
     def _evaluation_is_due(self) -> bool:
         return self._settings.eval_every > 0 and self.version % self._settings.eval_every == 0

@@ -5,13 +5,15 @@ from typing import Any
 
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.summary import ages, dropped, faults, tiles
+from jaxrl_async.view.summary import ages, dropped, faults, lengths, tiles
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MAX_POINTS = 2000
 """Most points of a curve in one answer."""
 MAX_SAMPLES = 100
 """Most samples in one answer."""
+MAX_COLUMNS = 2000
+"""Most spans of a lane's depth in one answer."""
 LAST_STEP = 2**62
 
 Query = Mapping[str, Sequence[str]]
@@ -64,11 +66,12 @@ def curves(runs: Runs, query: Query) -> Any:
 
 
 def summary(runs: Runs, query: Query) -> Any:
-    """Return a run's tiles, its learnt tokens by age, what it dropped and its faults."""
+    """Return a run's tiles, its learnt tokens by age, its lengths, its drops and its faults."""
     run = runs[query["run"][0]]
     return {
         "tiles": tiles(run),
         "ages": ages(run),
+        "lengths": lengths(run),
         "dropped": dropped(run),
         "faults": faults(run),
     }
@@ -95,6 +98,19 @@ def samples(runs: Runs, query: Query) -> Any:
     return {"found": found, "samples": page}
 
 
+def spans(runs: Runs, query: Query) -> Any:
+    """Return who was busy when between the times `from` and `to`, seconds since the run's first
+    span, or between two steps."""
+    found = runs[query["run"][0]].spans()
+    columns = min(_number(query, "columns", 400), MAX_COLUMNS)
+    first, last = _number(query, "first", None), _number(query, "last", None)
+    if first is None and last is None:
+        window = _fraction(query, "from") or 0.0, _fraction(query, "to")
+    else:
+        window = found.window_of(first or 0, LAST_STEP if last is None else last)
+    return found.shown(window[0], found.end_s if window[1] is None else window[1], max(columns, 1))
+
+
 def identity(runs: Runs, query: Query) -> Any:
     """Return what made a run."""
     return runs[query["run"][0]].identity()
@@ -107,6 +123,7 @@ ANSWERS: dict[str, Answer] = {
     "/api/summary": summary,
     "/api/extents": extents,
     "/api/samples": samples,
+    "/api/spans": spans,
     "/api/identity": identity,
 }
 

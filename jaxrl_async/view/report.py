@@ -26,6 +26,7 @@ MODULES = (
     "charts.js",
     "conversation.js",
     "samples.js",
+    "spans.js",
     "page.js",
 )
 """The page's modules, each after those that it imports."""
@@ -37,6 +38,8 @@ TOKEN_BYTES = 250_000
 SAMPLE_BYTES = 350_000
 """Samples are left out, the oldest first, where their JSON would be longer together."""
 MAX_SAMPLES = 1000
+SPAN_COLUMNS, LAST_STEPS = 200, 3
+"""Spans of a lane, and how many steps at the end are kept closer up."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -75,10 +78,22 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
         },
         "curves": {key: [steps, rounded(values)] for key, (steps, values) in curves.items()},
         "thinned": most if any(whole[key] > len(curves[key][0]) for key in keys) else 0,
+        "spans": embedded_spans(run),
         "samples": samples,
         "allSamples": total,
         "tokensLeftOut": tokens_left_out,
     }
+
+
+def embedded_spans(run: WatchedRun) -> dict[str, Any]:
+    """Return the spans of the whole run, and those of its last steps closer up."""
+    spans = run.spans()
+    whole = spans.shown(0.0, spans.end_s, SPAN_COLUMNS)
+    if not spans.steps:
+        return {"whole": whole, "last": None}
+    newest = max(step for step, *_ in spans.steps)
+    window = spans.window_of(newest - LAST_STEPS + 1, newest)
+    return {"whole": whole, "last": spans.shown(*window, SPAN_COLUMNS)}
 
 
 def rounded(values: Sequence[float]) -> list[float]:

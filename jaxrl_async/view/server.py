@@ -24,6 +24,7 @@ FILES = {
     "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
     "/conversation.js": ("conversation.js", "text/javascript; charset=utf-8"),
     "/samples.js": ("samples.js", "text/javascript; charset=utf-8"),
+    "/spans.js": ("spans.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
     "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),

@@ -1,4 +1,5 @@
-"""Say what a run achieved in a few numbers: tiles, learnt tokens by age, groups dropped, faults."""
+"""Say what a run achieved in a few numbers: tiles, learnt tokens by age,
+lengths, groups dropped, faults."""
 
 from typing import Any
 
@@ -15,6 +16,7 @@ MEDIANS = (
 AGE_COLUMNS = ("reward", "length", "kl")
 """Measured of the tokens of each age: `staleness/lag_<n>_...`."""
 TOKENS = "staleness/tokens_lag_"
+LENGTHS = "rollout/lengths_to_"
 DROPPED = "staleness/dropped_"
 NOT_COUNTED = ("length_mean", "share")
 """What follows DROPPED but does not count groups."""
@@ -78,6 +80,17 @@ def age_mean(run: WatchedRun, age: int, name: str) -> float | None:
         weight = tokens.get(step, 0.0)
         total, count = total + value * weight, count + weight
     return total / count if count else None
+
+
+def lengths(run: WatchedRun) -> dict[str, float]:
+    """Return the number of learnt episodes by how many tokens were drawn in them: 9 to 16, ..."""
+    counts = {int(k.removeprefix(LENGTHS)): v for k, v in run.totals(LENGTHS).items() if v > 0}
+    return {_words_of(most): counts[most] for most in sorted(counts)}
+
+
+def _words_of(most: int) -> str:
+    """Say which lengths reach this power of two and no lower one."""
+    return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
 
 
 def dropped(run: WatchedRun) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
             "multiple of 2 * mesh.trainer.context (16)",
         ),
         (["weights.dtype=int8"], "weights.probe_tolerance (0.001). Raise it to about 0.5"),
+        (["sampler.matmul=int8"], "sampler.matmul=int8 rounds the sampler's weights"),
         (["trainer.offload=[reference]"], "trainer.offload=reference needs a reference"),
         (["model.architecture.experts=4"], "exactly with family=qwen3_moe"),
         (

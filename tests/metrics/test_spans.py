@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 from jaxrl_async.metrics import spans
 from jaxrl_async.metrics.spans import (
@@ -63,15 +64,36 @@ def test_nothing_is_kept_while_nobody_asked(tmp_path):
     assert not list(tmp_path.iterdir()), "the run's folder was never made"
 
 
-def test_the_newest_spans_are_kept_and_what_is_dropped_is_told(tmp_path, caplog):
+def test_the_newest_spans_are_kept_and_what_is_dropped_is_told(tmp_path, caplog, monkeypatch):
     recorder = SpanRecorder(capacity=3)
     for number in range(10):
         recorder.add(at(number, number + 1))
     ((_, kept),) = recorder.tracks()
     assert [s.start_s for s in kept] == [7, 8, 9] and recorder.dropped == 7
     write_trace(recorder, tmp_path / "trace.json", "test")
-    assert "no room for the oldest 7 spans" in caplog.text
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["dropped"] == 7
+    monkeypatch.setattr(spans.SpanRecorder.__init__, "__defaults__", (3,))
+    with recorded_spans(tmp_path / "few.json", "test"):
+        for _ in range(5):
+            add_span("x", 0.0, 1.0)
+    assert "few.json: no room for the oldest 2 spans" in caplog.text
+
+
+def test_what_is_recorded_so_far_is_written_now_and_then_and_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans, "WRITE_EVERY_S", 0.02)
+    path = tmp_path / "trace.json"
+    spans.write_spans()
+    with recorded_spans(path, "test"):
+        add_span("early", 0.0, 1.0)
+        until = time.monotonic() + 60
+        while not (path.exists() and "early" in path.read_text()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "early" in path.read_text()
+        monkeypatch.setattr(spans, "WRITE_EVERY_S", 1000.0)
+        add_span("late", 1.0, 2.0)
+        spans.write_spans()
+        assert "late" in path.read_text()
+    assert [e["name"] for e in events_of(path) if e["ph"] == "X"] == ["early", "late"]
 
 
 def test_times_are_microseconds(tmp_path):

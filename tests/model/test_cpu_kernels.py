@@ -55,6 +55,59 @@ def test_products_are_those_of_float64_and_each_row_is_alone(inputs: int, output
     assert packed_product(x.reshape(4, 10, inputs), ready, outputs).shape == (4, 10, outputs)
 
 
+def in_bfloat16(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Round to bfloat16."""
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), np.float64)
+
+
+def in_eight_bits(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Round each row to whole numbers up to 127, and return them and what one of them is worth."""
+    scale = (np.abs(x).max(axis=1) / np.float32(127)).astype(np.float32)
+    return np.round(x / scale[:, None]).astype(np.int8), scale
+
+
+@needs_kernels
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (64, 96), (1030, 161)])
+def test_products_of_fewer_bits_are_those_of_float64_with_the_rounded_numbers(
+    inputs: int, outputs: int, kind: str, rounds: bool
+) -> None:
+    """Weights alone are rounded, or tokens, too: one token, as many as share what is widened, and
+    more; each is alone, and one that is no number spoils no other."""
+    rng = np.random.default_rng(inputs)
+    x = rng.normal(size=(40, inputs)).astype(np.float32) * np.linspace(0.1, 9, 40)[:, None]
+    x, weight = x.astype(np.float32), rng.normal(size=(outputs, inputs)).astype(np.float32)
+    rows, scales = x.astype(np.float64), None
+    if kind == "bfloat16":
+        ready, kept = packed(jnp.asarray(weight, jnp.bfloat16)), in_bfloat16(weight)
+        rows = in_bfloat16(x) if rounds else rows
+    else:
+        whole, scales = in_eight_bits(weight)
+        ready, kept = packed(jnp.asarray(whole)), whole * scales[:, None].astype(np.float64)
+        if rounds:
+            whole, each = in_eight_bits(x)
+            rows = whole * each[:, None].astype(np.float64)
+    exact = rows @ kept.T
+    bound = 2e-6 * (np.abs(rows) @ np.abs(kept.T))
+
+    @jax.jit
+    def product(rows: jax.Array, used: jax.Array | None = None) -> jax.Array:
+        return packed_product(rows, ready, outputs, used, scales=scales, rounds=rounds)
+
+    all_rows = np.asarray(product(x))
+    assert (np.abs(all_rows - exact) <= bound).mean() > 0.999, "but for ties of the rounding"
+    np.testing.assert_allclose(all_rows, exact, atol=0.02 * bound.max() / 2e-6)
+    for count in (1, 2, 3, 12, 13, 31):
+        assert (np.asarray(product(x[:count])) == all_rows[:count]).all(), count
+    used = rng.random(40) < 0.4
+    part = np.asarray(product(x, jnp.asarray(used)))
+    assert (part[used] == all_rows[used]).all() and not part[~used].any()
+    x[3, 2] = np.nan
+    spoilt = np.asarray(product(x))
+    assert np.isnan(spoilt[3]).all() and (np.delete(spoilt - all_rows, 3, 0) == 0).all()
+
+
 @needs_kernels
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_heads_are_rotated_as_layers_rotate_them(share: float) -> None:

@@ -118,7 +118,11 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
         source=buffer,
         publisher=Publisher(buffer),
         outlets=Outlets(
-            evaluate=dict, report=lambda *_: None, save=save, should_stop=lambda: False
+            evaluate=dict,
+            report=lambda *_: None,
+            begin_report=lambda *_: lambda more: None,
+            save=save,
+            should_stop=lambda: False,
         ),
         settings=TrainerSettings(total_steps=total, save_every=1),
     )

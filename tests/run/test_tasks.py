@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from runs import config_of, metrics_of, run_job, weights_of
 
+from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, Stopped
 from jaxrl_async.run.loop import train
@@ -31,6 +32,29 @@ TINY = (
 
 def game(folder: Path, *overrides: str) -> Config:
     return config_of("guess_number", folder, *TINY, *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("age", [0, 2])
+def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_for(
+    tmp_path: Path, age: int
+) -> None:
+    alone = ("sampler.slots=1", "sampler.reserve=0", "run.steps=6")  # equal to the last bit
+    beside = game(tmp_path, *alone, f"staleness.max_staleness={age}", "eval.beside=true")
+    train(beside)
+    assert not audit_run(tmp_path / beside.run.name).problems
+    lines = metrics_of(beside)
+    told = {x["step"]: x["eval/reward"] for x in lines if "eval/reward" in x}
+    assert sorted(told) == [0, 2, 4, 6]
+    assert all("time/wait_eval_s" in x for x in lines[1:])
+    if age:  # what is drawn depends on time
+        return
+    waits = game(tmp_path, *alone, "staleness.max_staleness=0", "run.name=waits")
+    train(waits)
+    assert told == {x["step"]: x["eval/reward"] for x in metrics_of(waits) if "eval/reward" in x}
+    weights = weights_of(waits)
+    for name, values in weights_of(beside).items():
+        np.testing.assert_allclose(values, weights[name], atol=1e-6, err_msg=name)
 
 
 SAME = ("reward/mean", "rollout/length_mean", "rollout/turns_mean", "eval/reward", "train/tokens")
@@ -64,6 +88,13 @@ def test_a_game_is_the_same_twice_and_resumed_in_the_middle(tmp_path: Path) -> N
     assert all(s["prompt"] == "<user>1 to 8<eos><assistant>" for s in shown)
     several = [s for s in shown if s["turns"] > 1]
     assert several and all("<eos><user>" in s["completion"] for s in several)
+    for tokens in (s["tokens"] for s in shown):
+        drawn = [v is not None for v in tokens["version"]]
+        for name in ("advantage", "difference"):  # over turns, in the episode's own order
+            assert [v is not None for v in tokens[name]] == drawn
+        known = zip(tokens["difference"], drawn, strict=True)
+        assert max(abs(v) for v, is_drawn in known if is_drawn) < 1e-4, "of the same weights"
+    assert any(v for s in shown for v in s["tokens"]["advantage"])
     steps = [line for line in metrics_of(whole) if "train/loss" in line]
     assert all(line["rollout/turns_mean"] > 1 for line in steps)
     assert all(line["reward/mean"] >= 0 and "reward/correct" in line for line in steps)

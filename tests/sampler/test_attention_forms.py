@@ -12,12 +12,22 @@ from jaxrl_async.model.cpu.library import kernels_are_there
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.sampler.batch import prefill
+from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.types import SamplingParams, VersionedParams
 
+CROWDED = {"slots": 16, "page_tokens": 4, "block": 2, "prefill_chunk": 64, "kv_memory_mib": 0.2}
+"""Pages for few of the slots, so that sequences are preempted."""
 WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
+
+
+def needs_cpu_kernels() -> None:
+    if not kernels_are_there():
+        pytest.skip("needs g++ or clang++ and a processor with AVX2")
 
 
 @pytest.fixture(scope="module")
@@ -49,34 +59,54 @@ def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
     sampler.close()
 
 
+def random_waves(sampler: Sampler, waves: int, *, seed: int = 0) -> None:
+    """Draw answers for groups, later turns, and prompts in several rounds; some are preempted."""
+    rng = np.random.default_rng(seed)
+    for wave in range(waves):
+        prompts = [rng.integers(0, 30, rng.integers(1, 40)) for _ in range(rng.integers(1, 6))]
+        wishes = [
+            request(
+                100 * wave + i,
+                token_ids=prompts[i % len(prompts)].astype(np.int32),
+                request_id=f"w{wave}.{i}",
+                sampling=SamplingParams(temperature=float(rng.integers(0, 2))),
+            )
+            for i in range(int(rng.integers(1, 24)))
+        ]
+        sampler.generate(wishes)
+
+
 def test_with_the_cpus_own_kernels_no_traffic_needs_more_than_ten_programs() -> None:
-    """Groups, later turns, prompts in several rounds, preempted and forced answers of any length;
-    by XLA's attention each width of context and each padding has programs of its own."""
-    if not kernels_are_there():
-        pytest.skip("needs g++ or clang++ and a processor with AVX2")
+    """By XLA's attention each width of context and each padding has programs of its own."""
+    needs_cpu_kernels()
     compiled = {}
     for own in (True, False):
-        sampler = make_sampler(
-            cpu_kernels=own, slots=16, page_tokens=4, block=2, prefill_chunk=64, kv_memory_mib=0.2
-        )
+        sampler = make_sampler(cpu_kernels=own, **CROWDED)
         assert sampler.engine.spec.cpu_attention == own == sampler.engine.spec.cpu_products
         before = sampler.engine.num_compiled
-        rng = np.random.default_rng(0)
-        for wave in range(6):
-            prompts = [rng.integers(0, 30, rng.integers(1, 40)) for _ in range(rng.integers(1, 6))]
-            wishes = [
-                request(
-                    100 * wave + i,
-                    token_ids=prompts[i % len(prompts)].astype(np.int32),
-                    request_id=f"w{wave}.{i}",
-                    sampling=SamplingParams(),
-                )
-                for i in range(int(rng.integers(1, 24)))
-            ]
-            sampler.generate(wishes)
+        random_waves(sampler, 6)
         compiled[own] = sampler.engine.num_compiled - before
         sampler.close()
     assert compiled[True] <= 10 < compiled[False], compiled
+
+
+@pytest.mark.parametrize("many_logits", [False, True])
+def test_what_is_compiled_ahead_is_all_that_traffic_needs(many_logits, monkeypatch) -> None:
+    """With a large vocabulary, inserts of few slots have programs of their own."""
+    needs_cpu_kernels()
+    monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
+    crowded = {**CROWDED, "slots": 32 if many_logits else 24, "prefill_chunk": 300}
+    sampler = make_sampler(**crowded)  # a spec of its own, whose programs no other test has
+    mixes = [Mix(), Mix(greedy=True)]
+    compile_all(sampler.engine, sampler.setup.engine.prepare(PARAMS), 300, mixes, seed=0)
+    known = sampler.engine.num_compiled
+    random_waves(sampler, 12, seed=1)
+    assert sampler.stats().preempted > 0
+    assert sampler.engine.num_compiled == known
+    programs = sampler.engine.programs
+    made = sum(p._cache_size() for p in (programs.prefill, programs.insert, programs.generate))
+    assert made == (14 if many_logits else 10)
+    sampler.close()
 
 
 def test_rows_are_taken_over_in_mid_block() -> None:

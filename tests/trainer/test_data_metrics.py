@@ -32,10 +32,20 @@ def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
     assert values["reward/zero_variance_share"] == 0.5
     assert values["rollout/length_mean"] == pytest.approx(7 / 4)
     assert values["rollout/length_max"] == 3
+    counted = {k: v for k, v in values.items() if k.startswith("rollout/lengths_to_")}
+    assert counted == {f"rollout/lengths_to_{n}": c for n, c in ((1, 2), (2, 1), (4, 1))}
     assert values["rollout/truncated_share"] == 0.25
     assert (values["staleness/tokens_lag_0"], values["staleness/tokens_lag_1"]) == (6, 1)
     assert values["staleness/max"] == 1
     assert values["staleness/mean"] == pytest.approx(1 / 7)
+
+
+def test_lengths_are_counted_by_the_power_of_two_that_they_reach() -> None:
+    episodes = [episode_of([-1, *[4] * n]) for n in (0, 1, 2, 3, 4, 5, 8, 9, 1024, 1025)]
+    values = group_measures([group(0, episodes, [0.0] * len(episodes))], version=4)
+    counted = {k.rpartition("_")[2]: v for k, v in values.items() if "/lengths_to_" in k}
+    expected = {"0": 1, "1": 1, "2": 1, "4": 2, "8": 2, "16": 1, "1024": 1, "2048": 1}
+    assert counted == expected
 
 
 def test_each_lag_has_its_reward_length_and_divergence() -> None:

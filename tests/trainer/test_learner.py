@@ -686,3 +686,34 @@ def test_process_rewards_of_groups_that_are_too_old_are_not_learnt() -> None:
     moved(bare, GROUPS, version=3)
     assert apart(old.params, bare.params) == 0
     assert apart(young.params, bare.params) > 0
+
+
+@pytest.mark.parametrize("anchor", ["behavior", "proximal"])
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_first_episodes_of_a_step_are_kept_as_the_trainer_saw_them(
+    anchor: str, minibatches: int
+) -> None:
+    shaping = ({"cap": {"low": 0.0, "high": 0.5}},)
+    settings = {"anchor": anchor, "shaping": shaping, "advantage": "group_mean"}
+    learner = learner_of(algorithm={**settings, "minibatches": minibatches}, sights_every=2)
+    moved(learner)  # version 1 is not shown
+    assert learner.sights == []
+    before = [np.asarray(learner.probe(e.token_ids)) for g in GROUPS[:2] for e in g.episodes[:2]]
+    moved(learner, version=1)
+    shown = [e for g in GROUPS[:2] for e in g.episodes[:2]]
+    assert [s.episode for s in learner.sights] == shown
+    for sight, logprobs in zip(learner.sights, before, strict=True):
+        np.testing.assert_allclose(sight.logprobs[1:], logprobs, rtol=1e-5, atol=1e-5)
+        (of,) = [g for g in GROUPS if any(e is sight.episode for e in g.episodes)]
+        rewards = np.minimum([s.reward for s in of.scores], 0.5)
+        place = [e is sight.episode for e in of.episodes].index(True)
+        advantage = np.where(sight.episode.drawn, rewards[place] - rewards.mean(), 0)
+        np.testing.assert_allclose(sight.advantages, advantage, atol=1e-6)
+    moved(learner, version=2)
+    assert learner.sights == [], "what is old is not shown beside newer samples"
+
+
+def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_learnt() -> None:
+    plain, watched = learner_of(), learner_of(sights_every=1)
+    assert moved(plain) == moved(watched)
+    assert apart(plain.params, watched.params) == 0

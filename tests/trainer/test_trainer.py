@@ -1,13 +1,21 @@
 """The trainer's loop, on scripted parts: order of events, evaluation, skipped steps, stopping."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
+from jaxrl_async.errors import (
+    CheckpointError,
+    Closed,
+    EarlierSaveError,
+    EndpointMisset,
+    TrainingError,
+)
+from jaxrl_async.trainer.beside import Finish
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -45,15 +53,19 @@ class Script:
         failing_saves: Sequence[int] = (),
         telling_saves: Sequence[int] = (),
         hurries: bool = False,
+        evaluate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self.events: list[str] = []
         self.reports: dict[int, dict[str, float]] = {}
         self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
         self.failing_saves, self.hurries = failing_saves, hurries
-        self.telling_saves = telling_saves
+        self.telling_saves, self.evaluate = telling_saves, evaluate
+        self.learnt = threading.Condition()
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
-        self.events.append(f"learn {version}")
+        with self.learnt:
+            self.events.append(f"learn {version}")
+            self.learnt.notify_all()
         stats = {"train/skipped": float(version in self.skipped)}
         if self.ess:
             stats["offpolicy/ess_share"] = self.ess[version]
@@ -89,10 +101,19 @@ class Script:
         if version in self.telling_saves:
             raise EarlierSaveError("the disk was full.")
 
+    def begin_report(self, version: int, values: Any, groups: Any) -> Finish:
+        def finish(more: Any) -> None:
+            self.events.append(f"report {version}")
+            self.reports[version] = {**values, **more}
+
+        return finish
+
     def trainer(self, **settings: Any) -> Trainer:
         outlets = Outlets(
-            evaluate=lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5},
+            evaluate=self.evaluate
+            or (lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5}),
             report=lambda v, values, groups: self.reports.update({v: dict(values)}),
+            begin_report=self.begin_report,
             save=self.save,
             should_stop=lambda: max(self.reports, default=0) >= self.stop_after,
             should_hurry=lambda: self.hurries and max(self.reports) + 1 >= self.stop_after,
@@ -120,6 +141,53 @@ def test_an_evaluation_runs_on_exactly_the_version_it_is_reported_for() -> None:
         "save 4",
     ]
     assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 2, 4]
+
+
+def evaluated_while_learning(script: Script) -> dict[str, float]:
+    """An evaluation that ends only once the next version is learnt."""
+    asked = [e for e in script.events if e.startswith("learn")]
+    script.events.append("begin to evaluate")
+    with script.learnt:
+        known = script.learnt.wait_for(
+            lambda: [e for e in script.events if e.startswith("learn")] != asked, timeout=60
+        )
+    assert known, "the next version is learnt meanwhile"
+    script.events.append("evaluated")
+    return {"eval/accuracy": 0.5}
+
+
+def test_an_evaluation_goes_on_beside_the_next_update_which_is_published_after_it() -> None:
+    script = Script()
+    told = iter((*[lambda: evaluated_while_learning(script)] * 2, lambda: {"eval/accuracy": 1.0}))
+    script.evaluate = lambda: next(told)()
+    script.trainer(eval_beside=True).run()
+    order = {event: place for place, event in enumerate(script.events)}
+    assert script.events.count("pause") == 1 and order["pause"] > order["learn 3"], "the last's"
+    begun = [i for i, e in enumerate(script.events) if e == "begin to evaluate"]
+    ended = [i for i, e in enumerate(script.events) if e == "evaluated"]
+    for version, begin, end in zip((0, 2), begun, ended, strict=True):
+        assert order.get(f"publish {version}", -1) < begin < order[f"learn {version}"] < end
+        assert end < order[f"report {version}"] < order[f"publish {version + 1}"]
+    assert order["live 2"] < begun[1] and order["live 4"] < order["save 4"]
+    assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 2, 4]
+    assert script.reports[4]["eval/accuracy"] == 1.0 and "train/skipped" in script.reports[2]
+
+
+def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_reported() -> None:
+    def fails() -> dict[str, float]:
+        raise EndpointMisset("no such judge.")
+
+    script = Script(evaluate=fails)
+    with pytest.raises(EndpointMisset, match="no such judge"):
+        script.trainer(eval_beside=True).run()
+    assert script.events[-2:] == ["report 0", "save 1"] and "publish 1" not in script.events
+
+
+def test_a_stop_that_an_evaluation_beside_brings_ends_the_run_with_a_last_one() -> None:
+    script = Script(stop_after=2, evaluate=lambda: {"time/eval_s": 1.0})
+    script.trainer(total_steps=100, eval_every=2, eval_beside=True).run()
+    assert script.events[-5:] == ["report 2", "pause", "publish 3", "live 3", "save 3"]
+    assert script.reports[3]["time/eval_s"] == 1.0
 
 
 def test_skipped_steps_in_a_row_stop_the_run_after_saving() -> None:

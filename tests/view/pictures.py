@@ -22,7 +22,8 @@ def main(folders: list[Path]) -> None:
         )
         for name, tab, act, options in (
             ("curves", "curves", compare, {}),
-            ("samples", "samples", None, {"color_scheme": "dark"}),
+            ("samples", "samples", by_advantage, {"color_scheme": "dark"}),
+            ("busy", "busy", four_steps, {}),
         ):
             taken(browser, f"{server.address}#{tab}", name, act, options)
         browser.close()
@@ -45,6 +46,23 @@ def compare(page: Page) -> None:
     """Show seeds as bands, a little smoothed."""
     page.check("#bands")
     page.fill("#smooth", "0.5")
+
+
+def by_advantage(page: Page) -> None:
+    """Colour tokens by their advantage, of groups that differ."""
+    page.select_option("[name=run]", index=1)
+    page.select_option("[name=color]", "advantage")
+    page.fill("[name=last]", "20")
+
+
+def four_steps(page: Page) -> None:
+    """Look at a few steps of the first run."""
+    page.locator("#runs input").first.wait_for()
+    for box in page.locator("#runs input").all()[1:]:
+        box.uncheck()
+    page.locator("[name=first]").first.fill("41")
+    page.locator("[name=last]").first.fill("44")
+    page.get_by_role("button", name="show").first.click()
 
 
 if __name__ == "__main__":

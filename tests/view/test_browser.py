@@ -3,12 +3,14 @@
 import importlib
 import json
 import math
+import re
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, write_trace
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.report import write_report
 
@@ -23,6 +25,7 @@ def write_run(root: Path, seed: int, steps: int, name: str = "metrics.jsonl") ->
             wave = math.sin(step * (seed + 1.7)) * 0.03
             line = {"reward/mean": 0.95 - 0.5 * math.exp(-step / 25) + wave, "train/loss": wave}
             line |= {"staleness/tokens_lag_0": 40.0, "staleness/tokens_lag_1": 88.0}
+            line |= {"rollout/lengths_to_16": 3.0, "rollout/lengths_to_8": 5.0}
             line |= {"sampler/idle_share": 0.1 + abs(wave), "trainer/idle_share": 0.2 - wave}
             file.write(json.dumps({"step": step, **line}) + "\n")
     with (root / "samples.jsonl").open("w") as file:
@@ -34,11 +37,35 @@ def write_run(root: Path, seed: int, steps: int, name: str = "metrics.jsonl") ->
                     "step": step, "group": step, "prompt": "47+85=", "reward": float(member),
                     "completion": "<img src=x onerror=document.title='hit'>", "stop": "eos",
                     "tokens": {"text": tokens, "logprob": logprob, "left_out": 0,
-                               "version": [step] * 5 + [step + 1] * 6},
+                               "version": [step] * 5 + [step + 1] * 6,
+                               "advantage": [-1.5] * 5 + [0.0] * 3 + [1.5] * 3,
+                               "difference": [1e-6] * 10 + [-0.2]},
                 }  # fmt: skip
                 if member:
                     del sample["tokens"]
                 file.write(json.dumps(sample) + "\n")
+
+
+def write_spans(root: Path, steps: int) -> None:
+    """A trainer's thread, the answers' scorer beside it, and a sampler in a process of its own."""
+    trainer, sampler = SpanRecorder(), SpanRecorder()
+    for step in range(steps):
+        for name, begin, end in (
+            ("step", 0.0, 1.0), ("wait for groups", 0.0, 0.25), ("learn", 0.25, 0.9),
+        ):  # fmt: skip
+            args = {"version": step + 1}
+            trainer.add(RecordedSpan(name, step + begin, step + end, "", args))
+        for late in (0.0, 0.05):
+            trainer.add(RecordedSpan("score", step + late, step + late + 0.1, "scorer", {}))
+        for block in range(10):
+            start = step + block / 10
+            sampler.add(RecordedSpan("block", start, start + 0.09, "", {}))
+    for name, recorder in (("trainer", trainer), ("sampler", sampler)):
+        for thread in recorder._threads:
+            thread.name = name
+    (root / "samplers").mkdir()
+    write_trace(trainer, root / "trace.json", "trainer 0")
+    write_trace(sampler, root / "samplers" / "0.trace.json", "sampler 0")
 
 
 @pytest.fixture
@@ -49,6 +76,7 @@ def page(tmp_path, request):
         pytest.skip("there is no chromium: apt-get install chromium")
     for name, seed in (("grpo-0", 0), ("grpo-1", 1), ("dapo", 2)):
         write_run(tmp_path / name, seed, 120)
+    write_spans(tmp_path / "grpo-0", 40)
     wrong: list[str] = []
     with made_server([tmp_path], "127.0.0.1", 0) as server, playwright.sync_playwright() as play:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -124,12 +152,81 @@ def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
 def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown, _ = page
     shown.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "ages", "metrics", "identity"):
+    for tab in ("curves", "samples", "busy", "ages", "metrics", "identity"):
         shown.click(f"[data-tab={tab}]")
         shown.wait_for_timeout(300)
         assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
     shown.click("[data-tab=ages]")
     shown.wait_for_selector(".bar meter")
+
+
+def shares(canvas):
+    """The busy shares that lanes are labelled with."""
+    return canvas.get_attribute("aria-label")
+
+
+def test_lanes_show_who_was_busy_in_the_window_that_is_chosen(page):
+    shown, _ = page
+    shown.click("[data-tab=busy]")
+    place = shown.locator("#busy > div", has_text="grpo-0")
+    canvas = place.locator("canvas")
+    sees(canvas).to_be_visible()
+    assert "scorer 15 %" in shares(canvas) and "75 %" in shares(canvas), "a wait is not busy"
+    sees(place).to_contain_text("40 s of 40 s, from 0 s: steps 1 to 40")
+    sees(place).to_contain_text("600 spans in samplers/0.trace.json, trace.json")
+    sees(shown.locator("#busy > div", has_text="dapo")).to_contain_text("metrics.spans=true")
+    keys = place.locator(".key").all_inner_texts()
+    assert set(keys) == {"step", "wait for groups", "learn", "score", "block"}
+    place.locator("[name=first]").fill("11")
+    place.locator("[name=last]").fill("12")
+    place.get_by_role("button", name="show").click()
+    sees(place).to_contain_text("2 s of 40 s, from 10 s: steps 11 to 12")
+    canvas.focus()
+    shown.keyboard.press("ArrowRight")
+    sees(place).to_contain_text("2 s of 40 s, from 11 s")
+    shown.keyboard.press("-")
+    sees(place).to_contain_text("4 s of 40 s, from 10 s")
+    box = canvas.bounding_box()
+    shown.mouse.move(box["x"] + 190, box["y"] + 40)
+    shown.mouse.down()
+    shown.mouse.move(box["x"] + 190 + (box["width"] - 194) / 4, box["y"] + 40, steps=4)
+    shown.mouse.up()
+    sees(place).to_contain_text(re.compile(r"(1(\.01)? s|99\d ms) of 40 s, from 10 s: step 11"))
+    shown.mouse.move(box["x"] + 190 + (box["width"] - 194) * 0.6, box["y"] + 45, steps=3)
+    sees(place.locator(".tip")).to_contain_text("learn: 650 ms from 10.3 s")
+    place.locator("summary").click()
+    sees(place.locator("td", has_text="trainer 0: scorer")).to_be_visible()
+    canvas.dblclick()
+    sees(place).to_contain_text("40 s of 40 s")
+    pixels = "(c) => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+    assert canvas.evaluate(pixels) > 20, "something is drawn"
+
+
+def test_tokens_are_coloured_by_what_is_chosen(page):
+    shown, _ = page
+    shown.click("[data-tab=samples]")
+    shown.select_option("[name=run]", "grpo-0")
+    tokens = shown.locator(".sample").first.locator(".token")
+    colored = "(all) => all.map((t) => t.style.background)"
+    seen = {}
+    for name in ("advantage", "difference", "version", "age", ""):
+        shown.select_option("[name=color]", name)
+        shown.wait_for_timeout(300)
+        seen[name] = tokens.evaluate_all(colored)
+    inks = [("--c1" in c, "--c2" in c, c == "") for c in seen["advantage"]]
+    assert (
+        inks == [(True, False, False)] * 5 + [(False, False, True)] * 3 + [(False, True, False)] * 3
+    ), "negative, none, positive"
+    assert seen["difference"][:10] == [""] * 10 and "--c1" in seen["difference"][10]
+    assert seen["version"][0] and not seen["version"][10] and set(seen[""]) == {""}
+    shown.fill("[name=least]", "1")  # the members whose tokens are not recorded
+    shown.select_option("[name=color]", "advantage")
+    sees(shown.locator("#samples > .hint")).to_have_text(
+        "12 samples: of these the advantage was not recorded"
+    )
+    shown.fill("[name=least]", "")
+    title = tokens.first.get_attribute("title")
+    assert "advantage -1.5" in title and "sampler's 1.00e-6" in title
 
 
 CONTEXTS = [
@@ -166,6 +263,7 @@ def report(tmp_path, request):
     root = tmp_path / "demo"
     write_run(root, 0, 120)
     write_run(root / "warm_start", 1, 9)
+    write_spans(root, 40)
     (root / "config.yaml").write_text(f"run: {EVIL}\n")
     write_conversations(root)
     evil = {"step": 119, "prompt": EVIL, "completion": EVIL, "reward": 0.5, "stop": EVIL}
@@ -203,6 +301,11 @@ def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(re
     report.fill("[name=least]", "1")
     report.fill("[name=last]", "30")
     sees(report.locator("#samples > .hint")).to_have_text("4 samples")
+    report.click("[data-tab=busy]")
+    sees(report.locator("#busy")).to_contain_text(
+        "this report has the whole run and its last steps"
+    )
+    assert "scorer 15 %" in shares(report.locator("#busy canvas"))
     report.click("[data-tab=metrics]")
     sees(report.locator("#metrics")).to_contain_text("staleness/tokens_lag_0")
     report.click("[data-tab=identity]")
@@ -225,7 +328,8 @@ def test_a_drag_in_a_report_looks_closer_at_all_charts_but_the_warm_starts(repor
     changed = [one != other for one, other in zip(before, after, strict=True)]
     assert changed == [True] * (len(changed) - 1) + [False], "the last is of the warm start"
     report.click("[data-tab=ages]")
-    sees(report.locator(".bar meter")).to_have_count(2)
+    sees(report.locator(".bar meter")).to_have_count(4)
+    sees(report.locator("#ages")).to_contain_text("5 to 8600 (63 %)9 to 16360 (38 %)")
 
 
 def test_conversations_are_shown_by_role_with_their_branches(page):
@@ -254,7 +358,7 @@ def test_conversations_are_shown_by_role_with_their_branches(page):
 )
 def test_on_a_phone_nothing_of_a_report_is_wider_than_the_screen(report):
     report.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "ages", "metrics", "identity"):
+    for tab in ("curves", "samples", "busy", "ages", "metrics", "identity"):
         report.click(f"[data-tab={tab}]")
         report.wait_for_selector(f"#{tab} > *")
         assert report.evaluate("document.documentElement.scrollWidth") <= 390, tab

@@ -113,7 +113,7 @@ def test_the_report_holds_curves_tiles_samples_metrics_and_config(tmp_path):
     assert reward["values"] == [pytest.approx(1 / 30), 1.0, pytest.approx(1 / 30), 1.0]
     assert reward["unit"] == metric_of("reward/mean").unit
     assert reward["about"] == metric_of("reward/mean").help
-    assert {"ages", "dropped", "faults", "tiles"} == set(answers["/api/summary"])
+    assert {"ages", "dropped", "faults", "lengths", "tiles"} == set(answers["/api/summary"])
 
 
 def test_the_report_loads_nothing_and_runs_its_own_scripts_alone(tmp_path):

@@ -8,18 +8,22 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.recorder import Recorder, encode
 from jaxrl_async.view.__main__ import made_server, watched_runs
 from jaxrl_async.view.server import FILES, ViewServer, is_loopback
-from jaxrl_async.view.watched import SampleFilter, WatchedRun
+from jaxrl_async.view.watched import SampleFilter, WatchedRun, chosen_by
 
 
 def recorded(root: Path, steps: int, *, resume: int | None = None) -> Recorder:
     recorder = Recorder(root, tensorboard=False, resume_step=resume)
     for step in range(0 if resume is None else resume + 1, steps):
-        recorder.log(step, {"reward/mean": step / 10, "staleness/tokens_lag_1": 8.0})
+        values = {"reward/mean": step / 10, "staleness/tokens_lag_1": 8.0}
+        values |= {"rollout/lengths_to_1": 1.0, "rollout/lengths_to_8": 3.0}
+        recorder.log(step, values)
         record = {"prompt": f"p{step}", "completion": "<script>x</script>", "reward": step % 2}
         recorder.samples(step, [{**record, "stop": "length" if step % 3 else "eos", "group": step}])
     return recorder
@@ -119,6 +123,38 @@ def test_samples_are_found_by_text_step_reward_and_end(tmp_path):
     assert run.samples(SampleFilter(most_reward=0.0), 0, 0)[0] == 6
 
 
+TEXTS = st.text(st.sampled_from('a"\\:,{} 1é\n'), max_size=12) | st.just('"reward": 9, "stop": "b"')
+NUMBERS = st.floats() | st.sampled_from([0, 1, -1.5, 1e-9, 2.5e30])
+
+
+@given(TEXTS, TEXTS, NUMBERS, st.dictionaries(TEXTS | st.just("stop"), NUMBERS, max_size=2))
+def test_a_line_of_samples_is_chosen_by_what_its_json_says(prompt, completion, reward, parts):
+    record = {"step": 7, "prompt": prompt, "completion": completion, "reference": prompt}
+    record |= {"reward": reward, "parts": parts, "length": 3, "stop": "eos", "tokens": {"a": 1}}
+    raw = encode(record).encode()
+    said = json.loads(raw)["reward"]
+    number = said if isinstance(said, int | float) else 0.0
+    assert chosen_by(raw) == (7, number, "eos")
+
+
+def test_samples_of_other_writers_are_read_too():
+    assert chosen_by(b'{"reward": 2, "step": 5}') == (5, 2.0, "")
+    assert chosen_by(b'{"step": 5, "reward": "nan", "stop": "eos"}') == (5, 0.0, "eos")
+    assert chosen_by(b"no JSON") == (0, 0.0, "")
+
+
+def test_texts_are_found_whatever_they_hold(tmp_path):
+    texts = ["plain", 'a "quote"', "back\\slash", "éCLAIR über", "two\nlines"]
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.samples(0, [{"prompt": text, "completion": "", "reward": 1.0} for text in texts])
+    recorder.close()
+    run = WatchedRun(tmp_path, "run")
+    run.look()
+    for text in texts:
+        found, (sample,) = run.samples(SampleFilter(text=text[1:].upper()), 0, 9)
+        assert found == 1 and sample["prompt"] == text
+
+
 def test_the_server_tells_what_the_page_asks(tmp_path):
     for name in ("a", "b"):
         recorded(tmp_path / name, 4).close()
@@ -130,10 +166,13 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         assert learning["charts"][0]["curves"] == [["reward/mean", "mean"]]
         curves = ask(server, "/api/curves", run="b", key=["reward/mean", "no/such"], last=1)
         assert curves == {"reward/mean": [[0, 1], [0.0, 0.1]]}
-        (age,) = ask(server, "/api/summary", run="a")["ages"]
+        told = ask(server, "/api/summary", run="a")
+        assert told["lengths"] == {"1": 4.0, "5 to 8": 12.0}
+        (age,) = told["ages"]
         assert (age["age"], age["tokens"]) == (1, 32.0)
         keys = [row["key"] for row in ask(server, "/api/extents", run="a")]
-        assert keys == ["reward/mean", "staleness/tokens_lag_1"]
+        counts = ["rollout/lengths_to_1", "rollout/lengths_to_8"]
+        assert keys == ["reward/mean", *counts, "staleness/tokens_lag_1"]
         answer = ask(server, "/api/samples", run="a", count=1, text="script")
         assert answer["found"] == 4 and answer["samples"][0]["prompt"] == "p3"
         for path in FILES:

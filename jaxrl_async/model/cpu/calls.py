@@ -19,14 +19,30 @@ PANEL = 32
 
 
 def packed(weight: Array) -> Array:
-    """Return a weight [E, D], outputs first, as `packed_product` reads it: [ceil(E / 32), D, 32],
-    with zeros for outputs that there are not."""
+    """Return a weight [E, D], outputs first, as `packed_product` reads it: [ceil(E / 32),
+    ceil(D / m), 32 m], with zeros where there is no output or input.
+
+    float32 stays (m is 1), of bfloat16 two inputs of an output lie together, of int8 four: those
+    are uint8 then, 128 more than they were.
+    """
+    together = {2: 2, 1: 4}.get(weight.dtype.itemsize, 1)
     outputs, inputs = weight.shape
-    whole = jnp.pad(weight, ((0, -outputs % PANEL), (0, 0)))
-    return jnp.swapaxes(whole.reshape(-1, PANEL, inputs), 1, 2)
+    whole = jnp.pad(weight, ((0, -outputs % PANEL), (0, -inputs % together)))
+    if weight.dtype == jnp.int8:
+        whole = (whole.astype(jnp.int32) + 128).astype(jnp.uint8)
+    parts = whole.reshape(-1, PANEL, whole.shape[1] // together, together)
+    return jnp.swapaxes(parts, 1, 2).reshape(parts.shape[0], parts.shape[2], PANEL * together)
 
 
-def packed_product(x: Array, weight: Array, outputs: int = 0, used: Array | None = None) -> Array:
+def packed_product(
+    x: Array,
+    weight: Array,
+    outputs: int = 0,
+    used: Array | None = None,
+    *,
+    scales: Array | None = None,
+    rounds: bool = False,
+) -> Array:
     """Return x [..., D] times a `packed` weight, [..., E] float32. A token's result does not depend
     on the other tokens.
 
@@ -36,6 +52,9 @@ def packed_product(x: Array, weight: Array, outputs: int = 0, used: Array | None
         outputs: E; 0: those of whole panels.
         used: [...] bool, the tokens that are computed; the others cost nothing, and get zeros.
             None: all.
+        scales: [E] float32 of the outputs, which weights in 8 bits need.
+        rounds: round x to the weight's type, too (each token to 8 bits by its own largest number),
+            for products in that type; the weight is bfloat16 or has 8 bits.
     """
     outputs = outputs or weight.shape[0] * PANEL
     rows = x.reshape(-1, x.shape[-1])
@@ -43,7 +62,8 @@ def packed_product(x: Array, weight: Array, outputs: int = 0, used: Array | None
         target_of("product"), jax.ShapeDtypeStruct((rows.shape[0], outputs), jnp.float32)
     )
     mask = jnp.zeros(0, bool) if used is None else used.reshape(-1)
-    return call(rows, weight, mask).reshape(*x.shape[:-1], outputs)
+    result: Array = call(rows, weight, _or_none(scales), mask, rounds=rounds)
+    return result.reshape(*x.shape[:-1], outputs)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
@@ -125,8 +145,8 @@ def attend_new_tokens(
     return out
 
 
-def _or_none(sinks: Array | None) -> Array:
-    return jnp.zeros(0, jnp.float32) if sinks is None else sinks
+def _or_none(numbers: Array | None) -> Array:
+    return jnp.zeros(0, jnp.float32) if numbers is None else numbers
 
 
 def _attributes(q: Array, scoring: Scoring) -> dict[str, Any]:

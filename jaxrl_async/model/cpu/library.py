@@ -1,4 +1,4 @@
-"""Build the kernels of kernels.cc for this machine, once, and make them known to XLA.
+"""Build the kernels of kernels.cc and its headers for this machine, once; make them known to XLA.
 
 The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.
@@ -22,6 +22,7 @@ from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
 
 SOURCE = Path(__file__).with_name("kernels.cc")
+HEADERS = ("attention.h", "product.h", "tasks.h")
 OPTIONS = (
     "-O3",
     "-march=native",
@@ -76,8 +77,9 @@ def target_of(name: str) -> str:
 def _built() -> Path:
     """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
-    source, age = SOURCE.read_text(encoding="utf-8"), str(os.stat(compiler).st_mtime_ns)
-    parts = (source, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
+    sources = (SOURCE, *(SOURCE.with_name(name) for name in HEADERS))
+    texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
+    parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = _folder() / f"{key}.so"
     if not path.exists():

@@ -152,6 +152,7 @@ def make_learner(
             images=tokenizer.images,
         ),
         seed=config.run.seed,
+        sights_every=config.metrics.samples_every,
     )
     return Learner(step, state, settings, companions)
 

@@ -26,6 +26,8 @@ from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.rollouts import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
+from jaxrl_async.sampler.batch.ahead import compile_all
+from jaxrl_async.sampler.device.sampling import mix_of
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams
@@ -92,6 +94,9 @@ class Rehearsal:
         for requests in self._acts():
             sampler.generate(requests)
         sampler.close()
+        mixes = {mix_of(requests) for requests in self._together()}
+        section, seed = config.sampler, config.run.seed
+        compile_all(setup.engine, prepared, section.prefill_chunk, sorted(mixes), seed)
         swapped = setup.engine.prepare(sent, prepared)
         if settings.probe_tokens is not None:
             setup.engine.probe(swapped, settings.probe_tokens)
@@ -108,6 +113,12 @@ class Rehearsal:
         members = config.algorithm.group_size
         sampling = sampling_params(config.sampler)
         yield rehearsed(prompts, members, sampling, config, extras=inputs.keep_mask)
+
+    def _together(self) -> Iterator[list[Request]]:
+        """Yield requests that a block may decode together: each act's own, and of both."""
+        acts = list(self._acts())
+        yield from acts
+        yield [request for act in acts for request in act]
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:

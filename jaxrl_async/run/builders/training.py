@@ -1,5 +1,7 @@
 """The trainer around the learner, and where its results go."""
 
+import logging
+
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
@@ -17,12 +19,15 @@ from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import SamplingParams
 
+log = logging.getLogger(__name__)
+
 
 def make_trainer(
     config: Config,
     learner: Learner,
     side: RolloutSide,
     outlets: Outlets,
+    lockstep: Lockstep,
     turn: Lock | None = None,
 ) -> Trainer:
     """Make the trainer: it draws from the rollout side and publishes to its samplers.
@@ -38,6 +43,7 @@ def make_trainer(
         settings=TrainerSettings(
             total_steps=config.run.steps,
             eval_every=config.eval.every,
+            eval_beside=_evaluates_beside(config, lockstep),
             save_every=config.checkpoint.every,
             max_skipped_steps=config.trainer.max_skipped_steps,
             pacing=make_pacing(config),
@@ -46,6 +52,16 @@ def make_trainer(
         device_lock=side.inputs.locks.trainer,
         turn=turn,
     )
+
+
+def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
+    """Return whether evaluations go on beside updates, which no other process waits for."""
+    if config.eval.beside and lockstep.count > 1:
+        log.warning(
+            "eval.beside=true: the updates of %d trainer processes wait for each evaluation.",
+            lockstep.count,
+        )
+    return config.eval.beside and lockstep.count == 1
 
 
 def make_pacing(config: Config) -> Bounds | None:
@@ -89,6 +105,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
 
 def make_outlets(
     config: Config,
+    learner: Learner,
     side: RolloutSide,
     observer: Observer,
     checkpoints: Checkpoints,
@@ -107,6 +124,7 @@ def make_outlets(
         samples_every=config.metrics.samples_every,
         lockstep=lockstep,
         opponents=inputs.opponents,
+        sights=lambda: learner.sights,
     )
     saver = RunSaver(
         config=config,
@@ -123,6 +141,7 @@ def make_outlets(
     return Outlets(
         evaluate=evaluation.run,
         report=reporter.report,
+        begin_report=reporter.begin,
         save=saver.save,
         should_stop=stop.is_set,
         should_hurry=lambda: stop.preempted,

@@ -168,11 +168,15 @@ def insert_args(
     spec: EngineSpec,
     seed: int,
     states: IntArray | None = None,
+    *,
+    size: int = 0,
+    num_copies: int = 0,
 ) -> InsertArgs:
     """Return where a chunk goes: tokens into pages, last pages to followers, logits to slots.
 
     done: leaders whose last token the chunk holds, each with its row of the chunk. states: see
-    state_slots; None: there are none.
+    state_slots; None: there are none. size, num_copies: least shapes of what goes to slots, and
+    of the copies of pages.
     """
     pairs = [(row, p) for row, leader in done for p in (leader, *leader.followers)]
     copies = [
@@ -181,8 +185,9 @@ def insert_args(
         for p in leader.followers
         if len(leader.token_ids) % spec.page_tokens
     ]
-    size = _inserted_bucket(len(pairs), spec)
-    num_copies = size if copies else 0  # as many as slots, not one more shape to compile for
+    size = max(size, next(s for s in inserted_sizes(spec) if s >= len(pairs)))
+    if copies:
+        num_copies = size  # as many as slots, not one more shape to compile for
     return InsertArgs(
         pages=cells.pages,
         offsets=cells.offsets,
@@ -195,12 +200,17 @@ def insert_args(
     )
 
 
-def _inserted_bucket(pairs: int, spec: EngineSpec) -> int:
-    """Return for how many slots an insert is compiled: for all, where programs are to be few and
-    their logits are small."""
-    if spec.cpu_attention and spec.total_slots * spec.model.vocab <= MANY_LOGITS:
-        return shapes.rows_bucket(spec.total_slots)
-    return shapes.rows_bucket(max(1, pairs))
+def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
+    """Return for how many slots an insert is compiled, ascending. Where programs are to be few:
+    for all, and for a few if it is much to move as many logits for those."""
+    largest = shapes.rows_bucket(spec.total_slots)
+    sizes = [1]
+    while sizes[-1] < largest:
+        sizes.append(4 * sizes[-1])
+    if not spec.cpu_attention:
+        return tuple(sizes)
+    small = spec.total_slots * spec.model.vocab <= MANY_LOGITS
+    return (largest,) if small else tuple(s for s in sizes if s in (4, largest))
 
 
 def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:

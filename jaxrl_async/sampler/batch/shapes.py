@@ -81,6 +81,14 @@ def coarse_bucket(tokens: int, most: int) -> int:
     return most if tokens <= most < bucket else bucket
 
 
+def coarse_buckets(most: int) -> list[int]:
+    """Return all that coarse_bucket gives for numbers of tokens up to `most`, ascending."""
+    found = [coarse_bucket(1, most)]
+    while found[-1] < most:
+        found.append(coarse_bucket(found[-1] + 1, most))
+    return found
+
+
 def steps_of_half(count: int) -> int:
     """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`; 0 for 0."""
     if count <= 0:

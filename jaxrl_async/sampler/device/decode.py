@@ -242,6 +242,7 @@ def _forward(
         attend,
         dtype=spec.dtype,
         mixed=spec.mixed,
+        eight_bits=spec.eight_bits,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         choose=choose_experts(spec, chosen),
         read=read,

@@ -25,6 +25,7 @@ class EngineSpec:
     mesh: Mesh | None = None
     dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
+    eight_bits: bool = False  # products of int8 with int8, by the CPU's own kernels
     ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
     cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
     cpu_attention: bool = False  # decode on the pages, by a kernel of our own

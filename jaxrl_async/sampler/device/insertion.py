@@ -3,6 +3,7 @@
 Shapes: see sampler/device/arguments.py.
 """
 
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -18,9 +19,9 @@ from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.decoder import packed_head
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, empty_states, go_on, read_states
-from jaxrl_async.model.layers import packed_layer
 from jaxrl_async.model.layout import ONE_DEVICE
 from jaxrl_async.model.moe import Choose, experts_on, id_dtype, noting, route
+from jaxrl_async.model.packed_layers import are_in_eight_bits, in_eight_bits, packed_layer
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ROWS_USED, Params, is_stack
 from jaxrl_async.sampler.device.arguments import (
@@ -34,6 +35,8 @@ from jaxrl_async.sampler.device.arguments import (
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+
+log = logging.getLogger(__name__)
 
 KEPT = ("norm", "bias", "sinks", "correction")
 """Ends of the names of weights that stay as they are where matrices are bfloat16."""
@@ -58,17 +61,24 @@ def empty_state(spec: EngineSpec) -> DecodeState:
 
 def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
     """Split the parameters into layers, which the decode loop indexes statically."""
+    if spec.eight_bits and not is_quantized(params):
+        params = in_eight_bits(spec.model, params, spec.dtype)
     rest = {name: w for name, w in params.items() if not is_stack(name)}
     quantized = is_quantized(params)
-    layers = decoder.split_layers(spec.model, params, fused=spec.fused and not quantized)
+    packs = spec.cpu_products and spec.fused and (not quantized or are_in_eight_bits(params))
+    fused = spec.fused and not quantized and not packs
+    layers = decoder.split_layers(spec.model, params, fused=fused)
     if spec.mixed and not quantized:  # cast once, not at each step; norms and biases stay
         layers = [
             {n: w if n.endswith(KEPT) else w.astype(jnp.bfloat16) for n, w in x.items()}
             for x in layers
         ]
-    if spec.cpu_products and not quantized:
-        layers = [packed_layer(layer) for layer in layers] if spec.fused else layers
-        rest = packed_head(spec.model, rest)
+    if packs:
+        layers = [packed_layer(layer) for layer in layers]
+    elif spec.cpu_products and quantized:
+        log.info("XLA multiplies with the layers' quantised matrices: kernels take those in int8")
+    if spec.cpu_products:
+        rest = packed_head(spec.model, rest, halved=spec.mixed or spec.eight_bits)
     return EngineWeights(rest, layers)
 
 
@@ -127,6 +137,7 @@ def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
         attend,
         dtype=spec.dtype,
         mixed=spec.mixed,
+        eight_bits=spec.eight_bits,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         read=read,
     )
@@ -173,6 +184,7 @@ def prefill(
         attend,
         dtype=spec.dtype,
         mixed=spec.mixed,
+        eight_bits=spec.eight_bits,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
         choose=choose_experts(spec, chosen),
         images=chunk.images,

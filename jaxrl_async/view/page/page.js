@@ -4,6 +4,7 @@ import { colorOf, draw, linesOf, shown } from "./charts.js";
 import { make } from "./elements.js";
 import { browse } from "./samples.js";
 import { ask, extentOf, report } from "./source.js";
+import { lanesOf } from "./spans.js";
 
 const EVERY_MS = 2000;
 const at = (id) => document.getElementById(id);
@@ -23,7 +24,7 @@ function listRuns() {
     box.checked = !hidden.has(run.name);
     box.addEventListener("change", () => {
       box.checked ? hidden.delete(run.name) : hidden.add(run.name);
-      rebuild();
+      VIEWS[tab]();
     });
     const dot = make("span", null, "dot");
     dot.style.setProperty("--c", colorOf(run.number));
@@ -117,7 +118,7 @@ function zoom(range) {
 async function listAges() {
   const place = at("ages"), parts = [];
   for (const run of visible()) {
-    const { ages, dropped, faults } = await ask("/api/summary", { run: run.name });
+    const { ages, lengths, dropped, faults } = await ask("/api/summary", { run: run.name });
     parts.push(make("h2", `${run.name}: learnt tokens by age, in versions`));
     parts.push(bars(Object.fromEntries(ages.map((row) => [row.age, row.tokens])), "none counted"));
     const measured = ["reward", "length", "kl"].filter((name) => ages.some((row) => row[name] != null));
@@ -126,6 +127,7 @@ async function listAges() {
       parts.push(table(["age", ...measured], ages.map((row) =>
         [row.age, ...measured.map((name) => (row[name] == null ? "" : shown(row[name])))])));
     }
+    parts.push(make("h2", `${run.name}: learnt answers by length, in tokens`), bars(lengths, "none counted"));
     parts.push(make("h2", `${run.name}: groups dropped`), bars(dropped.groups, "none"));
     if (dropped.tokens) parts.push(make("p", `${shown(dropped.tokens)} tokens had been drawn for them.`, "hint"));
     parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
@@ -185,11 +187,27 @@ async function listIdentity() {
   at("identity").replaceChildren(...parts);
 }
 
+// ---- spans
+
+const lanes = new Map();
+
+async function drawLanes() {
+  const shownRuns = visible();
+  for (const run of shownRuns) if (!lanes.has(run.name)) lanes.set(run.name, lanesOf(run, ask, Boolean(report)));
+  const views = shownRuns.map((run) => lanes.get(run.name));
+  const places = views.map((view) => view.place);
+  if (places.some((place, i) => at("busy").children[i] !== place) || at("busy").children.length !== places.length) {
+    at("busy").replaceChildren(...places);
+  }
+  await Promise.all(views.map((view) => view.look()));
+}
+
 // ---- the views
 
 const VIEWS = {
   curves: rebuild,
   samples: async () => { samples ??= browse(at("samples"), ask, () => runs); samples.refresh(); },
+  busy: drawLanes,
   ages: listAges,
   metrics: listMetrics,
   identity: listIdentity,
@@ -241,7 +259,15 @@ at("log").addEventListener("change", ({ target }) => { look.log = target.checked
 at("bands").addEventListener("change", ({ target }) => { look.bands = target.checked; redraw(); });
 at("whole").addEventListener("click", () => zoom(null));
 at("curves").addEventListener("dblclick", () => zoom(null));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { listRuns(); redraw(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  listRuns();
+  redraw();
+  for (const view of lanes.values()) view.paint();
+});
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
+addEventListener("resize", () => { if (innerWidth === width) return;
+  width = innerWidth;
+  redraw();
+  for (const view of lanes.values()) view.paint();
+});
 show(location.hash.slice(1) || "curves").then(tick, tick);

@@ -6,6 +6,19 @@ import { make } from "./elements.js";
 
 const PAGE = 20;
 
+const least = (value) => Math.max(-1, Math.min(1, value));
+const sizeOf = (value) => least((Math.log10(Math.abs(value) + 1e-12) + 5) / 5);  // 1e-5 and less: 0; 1 and more: 1
+
+/** What tokens are coloured by: from -1 to 1 of a token's facts, and the ink of each sign. */
+const COLORS = {
+  logprob: { label: "log-prob", share: ({ logprob }) => least(logprob / 4), inks: ["--c1", "--c1"] },
+  version: { label: "version", share: ({ behind }) => behind, inks: ["--c3", "--c3"] },
+  age: { label: "age when learnt", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"] },
+  advantage: { label: "advantage", recorded: true, share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c2"] },
+  difference: { label: "trainer less sampler", recorded: true, inks: ["--c1", "--c0"],
+    share: ({ difference }) => Math.sign(difference) * Math.max(0, sizeOf(difference)) },
+};
+
 /** Fill the section with filters; `ask(path, query)` fetches, `runs()` lists the runs. */
 export function browse(place, ask, runs) {
   place.replaceChildren();
@@ -30,7 +43,7 @@ export function browse(place, ask, runs) {
     stop.append(Object.assign(make("option", label), { value }));
   }
   const color = field("Colour tokens by", "color", "select");
-  for (const [value, label] of [["logprob", "log-prob"], ["version", "version"], ["", "nothing"]]) {
+  for (const [value, label] of [...Object.entries(COLORS).map(([key, { label }]) => [key, label]), ["", "nothing"]]) {
     color.append(Object.assign(make("option", label), { value }));
   }
   const count = make("p", "", "hint");
@@ -51,6 +64,10 @@ export function browse(place, ask, runs) {
     if (fresh) list.replaceChildren();
     skip += samples.length;
     count.textContent = found === 1 ? "1 sample" : `${found.toLocaleString("en")} samples`;
+    const wanted = COLORS[color.value];
+    if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
+      count.textContent += `: of these the ${wanted.label} was not recorded`;
+    }
     more.hidden = skip >= found;
     for (const group of grouped(samples)) list.append(groupOf(group, color.value));
     if (!found) list.replaceChildren(make("p", "There is no such sample (metrics.samples_every).", "none"));
@@ -107,6 +124,13 @@ function cardOf(sample, color, first) {
   return card;
 }
 
+function titleOf({ logprob, version, age, advantage, difference }) {
+  const words = [`log-prob ${shown(logprob)}`, `version ${version}, ${age} old when learnt`];
+  if (advantage != null) words.push(`advantage ${shown(advantage)}`);
+  if (difference != null) words.push(`trainer's log-prob less the sampler's ${shown(difference)}`);
+  return words.join("\n");
+}
+
 function tokensOf(sample, color) {
   const place = make("pre", null, "completion");
   const tokens = sample.tokens;
@@ -118,19 +142,23 @@ function tokensOf(sample, color) {
   const [oldest, newest] = [Math.min(...versions), Math.max(...versions)];
   tokens.text.forEach((text, i) => {
     const token = make("span", text, "token");
-    const [logprob, version] = [tokens.logprob[i], tokens.version[i]];
+    const version = tokens.version[i];
     if (version == null) {
       token.classList.add("told");  // not drawn: a reply, a prompt of a later context
       place.append(token);
       return;
     }
-    token.title = `log-prob ${shown(logprob)}, version ${version}`;
-    let share = 0;
-    if (color === "logprob" && logprob != null) share = Math.min(1, -logprob / 4);
-    if (color === "version") share = newest > oldest ? (newest - version) / (newest - oldest) : 0;
-    if (share > 0.01) {
-      const ink = color === "version" ? "var(--c3)" : "var(--c1)";
-      token.style.background = `color-mix(in srgb, ${ink} ${Math.round(share * 60)}%, transparent)`;
+    const facts = {
+      logprob: tokens.logprob[i], version, age: sample.step - 1 - version,
+      behind: newest > oldest ? (newest - version) / (newest - oldest) : 0,
+      advantage: tokens.advantage?.[i], difference: tokens.difference?.[i],
+    };
+    token.title = titleOf(facts);
+    const { share, inks } = COLORS[color] ?? { share: () => 0, inks: [] };
+    const amount = share(facts);
+    if (Math.abs(amount) > 0.01) {  // neither of what was not recorded
+      const ink = `var(${inks[Number(amount > 0)]})`;
+      token.style.background = `color-mix(in srgb, ${ink} ${Math.round(Math.abs(amount) * 60)}%, transparent)`;
     }
     place.append(token);
   });

@@ -22,6 +22,7 @@ async function fetched(path, query = {}) {
 async function known(path, query = {}) {
   if (path === "/api/curves") return curvesOf(query);
   if (path === "/api/samples") return samplesOf(query);
+  if (path === "/api/spans") return spansOf(query);
   return report.answers[path];
 }
 
@@ -34,6 +35,14 @@ function curvesOf({ key, first = -Infinity, last = Infinity }) {
     found[name] = [steps.filter(near), values.filter(near)];
   }
   return found;
+}
+
+/** Return what a report has of a window: of the whole run, or of its last steps. */
+function spansOf({ from, to }) {
+  const { whole, last } = report.spans;
+  if (from == null) return whole;
+  const fits = last && from >= last.window[0] && to <= last.window[1];
+  return { ...(fits ? last : whole), window: [from, to] };
 }
 
 /** Return the samples that are wanted, as the server would (SampleFilter of view/watched.py). */

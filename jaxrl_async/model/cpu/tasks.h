@@ -1,0 +1,56 @@
+// Registers of the processor at hand, and tasks on XLA's threads.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 12;  // 24 of 32 registers hold sums
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8, kRows = 3;  // 12 of 16
+#else
+#error "needs AVX2 and FMA, without which XLA's own products are faster"
+#endif
+constexpr double kLittle = 1 << 18;  // multiplications that another thread is woken for
+
+typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+inline Lanes load(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
+inline void store(float* p, Lanes v) { *reinterpret_cast<Lanes*>(p) = v; }
+
+// Run task(0) to task(count - 1); the caller takes part, and returns when all are done.
+template <typename Task>
+void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
+  const int64_t threads = std::min<int64_t>(
+      {count, std::max<int64_t>(1, pool.num_threads()), 1 + static_cast<int64_t>(work / kLittle)});
+  if (threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+    return;
+  }
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto shared = std::make_shared<Shared>();
+  const Task* work_of = &task;  // read only while tasks are left, so while the caller waits
+  auto take = [shared, count, work_of] {
+    for (int64_t i; (i = shared->next.fetch_add(1)) < count;) {
+      (*work_of)(i);
+      shared->done.fetch_add(1);
+    }
+  };
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule(decltype(take)(take));
+  take();
+  while (shared->done.load() < count) std::this_thread::yield();
+}
+
+}  // namespace

@@ -1,0 +1,119 @@
+"""Who was busy when: what the page is told of the files of spans."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, write_trace
+from jaxrl_async.view.spans import RunSpans, read_spans, thinned
+from jaxrl_async.view.watched import WatchedRun
+
+Given = list[tuple[str, float, float, str]]  # name, start, end, lanes
+
+
+def written(path: Path, process: str, spans: Given, *, ahead_s: float = 0.0, thread: str = "t"):
+    """Write spans of one thread; the wall's clock is ahead_s ahead of the spans' own."""
+    recorder = SpanRecorder()
+    for name, start, end, lanes in spans:
+        args = {"version": int(start)} if name == "step" else {}
+        recorder.add(RecordedSpan(name, start, end, lanes, args))
+    for one in recorder._threads:
+        one.name = thread
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_trace(recorder, path, process)
+    head, *rest = path.read_text().splitlines()
+    facts = json.loads(head.rstrip(",") + "}")
+    facts["otherData"]["written_at"] = {"wall_clock_s": 500.0 + ahead_s, "trace_clock_s": 500.0}
+    path.write_text("\n".join([json.dumps(facts)[:-1] + ",", *rest]))
+
+
+def lane_of(spans: RunSpans, name: str):
+    (found,) = [lane for lane in spans.lanes if lane.name == name]
+    return found
+
+
+def test_a_thread_is_a_lane_of_nested_spans_and_a_wait_within_one_is_not_busy(tmp_path):
+    steps = [("step", 0.0, 10.0, ""), ("wait for groups", 0.0, 4.0, ""), ("learn", 4.0, 9.0, "")]
+    written(tmp_path / "trace.json", "trainer 0", [*steps, ("step", 10.0, 20.0, "")])
+    spans = read_spans(tmp_path)
+    shown = spans.shown(0.0, 20.0, 100)
+    (lane,) = shown["lanes"]
+    assert (lane["process"], lane["name"]) == ("trainer 0", "t")
+    names = [[shown["kinds"][kind] for _, _, kind, _ in row] for row in lane["rows"]]
+    assert names == [["step", "step"], ["wait for groups", "learn"]]
+    assert lane["busy"] == pytest.approx(16 / 20)
+    assert spans.shown(0.0, 5.0, 100)["lanes"][0]["busy"] == pytest.approx(1 / 5)
+    assert spans.window_of(10, 99) == (10.0, 20.0) and spans.window_of(7, 9) == (0.0, 20.0)
+    assert spans.steps_between(0.0, 5.0) == [0, 0] and spans.steps_between(5.0, 15.0) == [0, 10]
+
+
+def test_what_overlaps_is_one_lane_and_counts_each_second_once(tmp_path):
+    scores = [("score", 0.0, 4.0, "scorer"), ("score", 1.0, 2.0, "scorer")]
+    written(tmp_path / "trace.json", "trainer 0", [*scores, ("score", 6.0, 8.0, "scorer")])
+    spans = read_spans(tmp_path)
+    lane = lane_of(spans, "scorer")
+    assert lane.busy_s(0.0, 8.0, []) == 6.0 and lane.busy_s(1.5, 7.0, []) == 3.5
+    (row,) = lane.rows(0.0, 8.0, 1000)
+    assert [(start, end, count) for start, end, _, count in row] == [(0.0, 4.0, 2), (6.0, 8.0, 1)]
+
+
+def test_processes_are_set_against_each_other_by_their_clocks(tmp_path):
+    written(tmp_path / "trace.json", "trainer 0", [("learn", 100.0, 101.0, "")], ahead_s=1000.0)
+    written(
+        tmp_path / "samplers" / "0.trace.json", "sampler 0", [("block", 3.0, 4.0, "")],
+        ahead_s=1098.0, thread="sampler",
+    )  # fmt: skip
+    spans = read_spans(tmp_path)
+    assert [(lane.process, lane.starts[0]) for lane in spans.lanes] == [
+        ("sampler 0", 1.0),
+        ("trainer 0", 0.0),
+    ]
+    assert spans.end_s == 2.0 and spans.files == ("samplers/0.trace.json", "trace.json")
+
+
+def test_what_is_cut_off_or_no_span_is_left_out_and_counted(tmp_path):
+    written(tmp_path / "trace.json", "trainer 0", [("learn", 0.0, 1.0, ""), ("x", 2.0, 3.0, "")])
+    whole = (tmp_path / "trace.json").read_text().splitlines()
+    spoilt = [*whole[:-2], '{"ph": "X", "name": 1}', whole[-2][:30], "\x00\xff", "[]"]
+    (tmp_path / "trace.json").write_text("\n".join(spoilt))
+    spans = read_spans(tmp_path)
+    assert [len(lane.starts) for lane in spans.lanes] == [1]
+    assert spans.unread == 4
+    (tmp_path / "trace.json").write_text("no JSON")
+    assert read_spans(tmp_path).lanes == () and read_spans(tmp_path / "none").files == ()
+
+
+def test_a_run_reads_its_spans_again_when_they_change(tmp_path):
+    run = WatchedRun(tmp_path, "run")
+    assert run.spans().lanes == ()
+    before = run.look()
+    written(tmp_path / "trace.json", "trainer 0", [("learn", 0.0, 1.0, "")])
+    assert run.look() != before and len(run.spans().lanes) == 1
+    assert run.spans() is run.spans()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(0, 3)), max_size=10),
+    st.sampled_from([0.5, 1.0, 4.0, 25.0]),
+)
+def test_thinning_covers_the_same_time_and_loses_no_span(given_spans, column_s):
+    spans = sorted(given_spans)
+    starts = np.array([s for s, _, _ in spans], np.float64)
+    ends = np.array([s + length for s, length, _ in spans], np.float64)
+    drawn = thinned(starts, ends, np.array([k for *_, k in spans], np.int64), column_s)
+    assert sum(count for *_, count in drawn) == len(spans)
+    assert all(a[1] <= b[0] for a, b in pairwise(drawn)), "in order, apart"
+    for second in np.arange(0.25, 70.0, 0.5):
+        covered = bool(((starts < second) & (ends > second)).any())
+        shown = [d for d in drawn if d[0] < second < d[1]]
+        assert not covered or shown, "nothing that was busy is drawn as idle"
+        gap = shown and not covered
+        assert not gap or shown[0][1] - shown[0][0] < 2 * column_s + max(ends - starts)
+    for start, end, kind, _ in drawn:
+        held = [(length, k) for s, length, k in spans if s >= start and s + length <= end]
+        assert (max(held)[0], kind) in held, "it has the kind of the longest"
