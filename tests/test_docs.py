@@ -232,6 +232,8 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 BESIDE = {
     "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
+    "sampler.matmul=": ["weights.probe=false"],
+    "weights.dtype=": ["weights.probe=false"],
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
     "remote.": ["mesh.samplers_in=elsewhere"],
