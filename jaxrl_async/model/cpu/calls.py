@@ -83,7 +83,7 @@ def attend_pages(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
     call = jax.ffi.ffi_call(target_of("attend"), results, input_output_aliases={3: 1, 4: 2})
     out, keys, values = call(
-        q, *new, keys, values, tables, positions, _or_none(sinks), **_attributes(q, scoring)
+        q, *new, keys, values, tables, positions, or_none(sinks), **attributes(q, scoring)
     )
     return out, keys, values
 
@@ -120,16 +120,18 @@ def attend_new_tokens(
     call = jax.ffi.ffi_call(target_of("attend_new"), jax.ShapeDtypeStruct(q.shape, q.dtype))
     begins, starts, lengths, tables = (jnp.asarray(x, jnp.int32) for x in tokens)
     out: Array = call(
-        q, *new, *pages, tables, begins, starts, lengths, _or_none(sinks), **_attributes(q, scoring)
+        q, *new, *pages, tables, begins, starts, lengths, or_none(sinks), **attributes(q, scoring)
     )
     return out
 
 
-def _or_none(sinks: Array | None) -> Array:
+def or_none(sinks: Array | None) -> Array:
+    """Return a kernel's argument for sinks: an empty array if there are none."""
     return jnp.zeros(0, jnp.float32) if sinks is None else sinks
 
 
-def _attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
+def attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
+    """Return what a kernel must know of attention's scores, given queries [..., K]."""
     return {
         "window": np.int64(scoring.window),
         "scale": np.float32(q.shape[-1] ** -0.5),

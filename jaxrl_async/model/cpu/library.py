@@ -1,4 +1,4 @@
-"""Build the kernels of kernels.cc for this machine, once, and make them known to XLA.
+"""Build the kernels of kernels.cc and training.cc for this machine, once, and make them known to XLA.
 
 The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.
@@ -21,7 +21,8 @@ import jax
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
 
-SOURCE = Path(__file__).with_name("kernels.cc")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cc", "training.cc"))
+SHARED = Path(__file__).with_name("lanes.h")
 OPTIONS = (
     "-O3",
     "-march=native",
@@ -34,7 +35,10 @@ OPTIONS = (
 )
 LIMIT_S = 120.0
 """Longest time that the compiler may take."""
-NAMES = ("product", "rotate", "attend", "attend_new")
+NAMES = (
+    *("product", "rotate", "attend", "attend_new"),
+    *("flash", "flash_back", "choose", "choose_back"),
+)
 
 _lock = threading.Lock()
 _log = logging.getLogger(__name__)
@@ -57,8 +61,9 @@ def _are_there() -> bool:
         library = ctypes.cdll.LoadLibrary(str(_built()))
     except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
         _log.warning(
-            "the sampler computes without its own CPU kernels, by XLA's products: %s. Install g++ "
-            "(Debian: apt-get install g++), or set sampler.cpu_kernels=false to say no more of it.",
+            "without CPU kernels of its own this computes by XLA's programs: %s. Install g++ (Debian: "
+            "apt-get install g++), or set sampler.cpu_kernels=false and trainer.cpu_kernels=false to "
+            "say no more of it.",
             in_a_line(error),
         )
         return False
@@ -76,8 +81,9 @@ def target_of(name: str) -> str:
 def _built() -> Path:
     """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
-    source, age = SOURCE.read_text(encoding="utf-8"), str(os.stat(compiler).st_mtime_ns)
-    parts = (source, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
+    sources = [path.read_text(encoding="utf-8") for path in (SHARED, *SOURCES)]
+    age = str(os.stat(compiler).st_mtime_ns)
+    parts = (*sources, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = _folder() / f"{key}.so"
     if not path.exists():
@@ -108,7 +114,7 @@ def _compile(compiler: str, path: Path) -> None:
             compiler,
             *OPTIONS,
             f"-isystem{jax.ffi.include_dir()}",
-            str(SOURCE),
+            *map(str, SOURCES),
             "-o",
             str(made),
         ]
