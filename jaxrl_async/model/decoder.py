@@ -141,7 +141,9 @@ def settings_on(
     """Return the settings of a program of this decoder on a mesh, with the attention of that name.
 
     cpu_kernels: on a CPU in float32, compute by kernels of our own; on a mesh of several devices
-    attention alone does, since XLA cannot divide the others. Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
+    attention alone does, since XLA cannot divide the others.
+
+    Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
     go on from a shared prefix.
     """
     if shares_prefixes and spec.delta:

@@ -163,7 +163,7 @@ def over_chunks(
     tokens = jax.tree.leaves(inputs)[0].shape[0]
     ways = layout.token_ways(tokens)
     each = tokens // ways
-    chunk = min(chunk, each)
+    chunk = -(-each // -(-each // chunk))  # equal ones, for little padding
     padding = -each % chunk
 
     def split(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Build the kernels of kernels.cc and training.cc for this machine, once, and make them known to XLA.
+"""Build the CPU kernels for this machine, once, and make them known to XLA.
 
 The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.
@@ -61,9 +61,9 @@ def _are_there() -> bool:
         library = ctypes.cdll.LoadLibrary(str(_built()))
     except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
         _log.warning(
-            "without CPU kernels of its own this computes by XLA's programs: %s. Install g++ (Debian: "
-            "apt-get install g++), or set sampler.cpu_kernels=false and trainer.cpu_kernels=false to "
-            "say no more of it.",
+            "CPU kernels of our own cannot be built, XLA's programs are used: %s. Install g++ "
+            "(Debian: apt-get install g++), or set sampler.cpu_kernels and trainer.cpu_kernels to "
+            "false to say no more of it.",
             in_a_line(error),
         )
         return False
