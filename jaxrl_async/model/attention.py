@@ -1,7 +1,7 @@
 """Attention: the reference in plain jax.numpy, which defines it, and the choice of a kernel.
 
 sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn;
-                        of contexts that share prefixes as well
+                        of contexts that share prefixes as well; on CPUs, kernels of our own
 ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
 """
 
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
+from jaxrl_async.model.cpu.gradients import flash
+from jaxrl_async.model.cpu.library import kernels_are_there
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,
@@ -377,9 +379,10 @@ def sequence_attention(
     cap: float = 0.0,
     sinks: bool = False,
     shares_prefixes: bool = False,
+    cpu_kernels: bool = False,
 ) -> SequenceAttention:
     """Return the attention of that name; auto chooses splash on TPU, cudnn on NVIDIA if type and
-    head width allow it, else the reference.
+    head width allow it, the kernels of our own on CPUs, else the reference.
 
     Args:
         name: a name of SEQUENCE_ATTENTION, or auto.
@@ -389,10 +392,13 @@ def sequence_attention(
         cap: bound of the scores, which cuDNN has not; 0: none.
         sinks: whether heads have a logit that no token stands for, which cuDNN has not.
         shares_prefixes: its last argument is `visible_until` in place of the segment ids.
+        cpu_kernels: whether auto may choose the kernels of our own, which read no shared prefixes.
 
     Raises ConfigError if the attention cannot run there.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    if name == "auto" and cpu_kernels and not shares_prefixes and has_cpu_kernels(device, dtype):
+        return kernels.per_shard(flash, mesh, PART_ATTENTION["reference"])
     if name == "auto":
         name = next(
             (
@@ -418,6 +424,11 @@ def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttentio
         return kernels.per_shard(TREE_ATTENTION[name], mesh, TREE_PARTS[name])
     part = PartAttention(_positions, partial(_tree_splash_part, most=most))
     return kernels.per_shard(partial(tree_splash, most=most), mesh, part)
+
+
+def has_cpu_kernels(device: Any, dtype: Any) -> bool:
+    """Return whether an update on a device can compute by CPU kernels of our own; builds them."""
+    return device.platform == "cpu" and jnp.dtype(dtype) == jnp.float32 and kernels_are_there()
 
 
 def obstacle(

@@ -5,11 +5,12 @@ a period of their pattern in each turn (`ModelSpec.runs`); the decode step unrol
 statically indexed weights, which is the fastest form for small batches.
 """
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.attention import (
+    has_cpu_kernels,
     image_attention,
     reference,
     sequence_attention,
@@ -118,6 +120,7 @@ class DecoderSettings:
     layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
     chunk: int = 1024  # tokens of a device whose logits exist at once
     temperature: float = 1.0  # divides the logits
+    cpu_kernels: bool = False  # whether log-probs are those of the CPU's own kernels
     learns_load: bool = False  # whether the odds of an ExpertLoad carry a gradient
 
 
@@ -132,9 +135,13 @@ def settings_on(
     dtype: Any,
     attention: str,
     shares_prefixes: bool = False,
+    cpu_kernels: bool = False,
     **more: Any,
 ) -> DecoderSettings:
     """Return the settings of a program of this decoder on a mesh, with the attention of that name.
+
+    cpu_kernels: on a CPU in float32, compute by kernels of our own; on a mesh of several devices
+    attention alone does, since XLA cannot divide the others.
 
     Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
     go on from a shared prefix.
@@ -152,14 +159,32 @@ def settings_on(
         cap=spec.scales.attention_cap,
         sinks=spec.sinks,
         shares_prefixes=shares_prefixes,
+        cpu_kernels=cpu_kernels,
     )
     return DecoderSettings(
         dtype=dtype,
         attention=chosen,
         shares_prefixes=shares_prefixes,
         layout=Layout(mesh),
+        cpu_kernels=cpu_kernels and _has_own_logprobs(mesh, dtype),
         **more,
     )
+
+
+def _has_own_logprobs(mesh: Mesh, dtype: Any) -> bool:
+    """Return whether the CPU's own kernels compute log-probs on a mesh."""
+    if not has_cpu_kernels(mesh.devices.flat[0], dtype):
+        return False
+    if mesh.size > 1:
+        _say_once(
+            "trainer.cpu_kernels: on several CPU devices log-probs are those of XLA's programs"
+        )
+    return mesh.size == 1
+
+
+@cache
+def _say_once(words: str) -> None:
+    logging.getLogger(__name__).info(words)
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.model.cpu.gradients import chosen
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
@@ -41,13 +42,14 @@ def chunked_logprobs(
     kept: Array | None = None,
     scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
+    cpu_kernels: bool = False,
 ) -> tuple[Array, Array]:
     """Return the log-prob of each target and the entropy of its distribution, nats.
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
     [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: of the model, for its
-    logits.
+    logits. cpu_kernels: compute by kernels of our own what is made of a chunk's logits.
     Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
     at once on a device in either pass.
     """
@@ -56,6 +58,8 @@ def chunked_logprobs(
         logits = logits_of(x, head, scales) / temperature
         if bits is not None:
             logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
+        if cpu_kernels:
+            return chosen(logits, target)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
         return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], entropy
@@ -159,7 +163,7 @@ def over_chunks(
     tokens = jax.tree.leaves(inputs)[0].shape[0]
     ways = layout.token_ways(tokens)
     each = tokens // ways
-    chunk = min(chunk, each)
+    chunk = -(-each // -(-each // chunk))  # equal ones, for little padding
     padding = -each % chunk
 
     def split(x: Array) -> Array:
@@ -228,6 +232,7 @@ def token_logprobs(
             kept=None if kept is None else after(kept, layout),
             scales=spec.scales,
             layout=layout,
+            cpu_kernels=settings.cpu_kernels,
         )
     logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
     return TokenLogprobs(logprobs, entropy, changed, load)

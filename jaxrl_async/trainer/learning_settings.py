@@ -59,6 +59,7 @@ class LearningSettings:
             dtype=self.dtype,
             attention=self.attention,
             shares_prefixes=self.trainer.share_prefixes,
+            cpu_kernels=self.trainer.cpu_kernels,
             remat=self.remat,
             chunk=self.trainer.logprob_chunk,
             temperature=temperature or 1.0,

@@ -23,6 +23,11 @@ class Conversion:
             return self.convert(params)
         return jax.tree.map(lambda p: jnp.array(p, self._dtype_of(p), copy=True), params)
 
+    def keeps(self, params: Params) -> bool:
+        """Return whether `copied` changes nothing: whether it copies alone."""
+        leaves = jax.tree.leaves(params)
+        return self.convert is None and all(leaf.dtype == self._dtype_of(leaf) for leaf in leaves)
+
     def _dtype_of(self, leaf: jax.Array) -> Any:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return self.dtype if self.dtype is not None and floating else leaf.dtype

@@ -69,9 +69,10 @@ class Delivery:
 
 def send(link: Link, update: VersionedParams, *, checksum: bool) -> Delivery:
     """Start the copies of an update, whose params are the trainer's, to one sampler."""
+    moved = link.move(update.params) if link.is_cast(update.params) else None
     held = link.cast(update.params)
     return Delivery(
-        update=replace(update, params=link.move(held)),
+        update=replace(update, params=link.move(held) if moved is None else moved),
         held=held,
         sums=Sums(held) if checksum and link.crosses else None,
     )

@@ -3,6 +3,8 @@
     params ──cast──> private copy ──move──> on the sampler's devices ──finish──> in its shardings
           trainer's thread         any thread, repeatable         sampler's thread
 
+Weights that need no cast are moved at once, and the private copy is for a second try alone.
+
 weights.local.Push is the product's link. Two threads must not dispatch collective programs to the
 same devices at once: hence `cast` runs on the trainer's thread and `finish` on the sampler's.
 """
@@ -24,6 +26,10 @@ class Link(Protocol):
 
     def cast(self, params: Params) -> Params:
         """Return a private copy on the trainer's devices, in the sampler's dtypes."""
+        ...
+
+    def is_cast(self, params: Params) -> bool:
+        """Return whether these weights are what `cast` would copy, so that `move` may take them."""
         ...
 
     def move(self, cast: Params) -> Params:
@@ -49,6 +55,10 @@ class FunctionLink:
     def cast(self, params: Params) -> Params:
         """Return the weights themselves."""
         return params
+
+    def is_cast(self, params: Params) -> bool:
+        """See Link."""
+        return False
 
     def move(self, cast: Params) -> Params:
         """Call the function."""

@@ -5,8 +5,9 @@
 The reshard runs inside the larger of the two slices, so that B only moves whole shards between
 devices; if the sampler's slice is the larger one (`grows`), it runs after B. A plain device_put
 between different shardings would go through the host and wait for the step that makes the weights.
-A colocated sampler needs A alone: each device then has its shard. Where the trainer's slice spans
-processes, A makes one copy in each of them, in the sampler's shards.
+A colocated sampler needs A alone: each device then has its shard. Weights that A would only copy
+are moved as they are: a program that they are donated to waits until they have been read. Where the
+trainer's slice spans processes, A makes one copy in each of them, in the sampler's shards.
 
 Two threads must not dispatch collective programs to the same devices at once. Hence `cast`
 dispatches to the trainer's devices, on the trainer's thread, and `finish` to the sampler's devices,
@@ -15,7 +16,7 @@ does not run yet.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,30 +61,46 @@ class Push:
         Raises MeshError if the larger slice is no multiple of the smaller one, or if they share
         some devices but not all that the trainer has in this process.
         """
-        copied = Conversion(dtype=dtype, convert=convert).copied
+        self._conversion = Conversion(dtype=dtype, convert=convert)
+        copied = self._conversion.copied
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
         here = {d for d in trainer if d.process_index == jax.process_index()}
         self.crosses = set(sampler) not in (set(trainer), here)
         self.grows = len(sampler) > len(trainer)
         self._across: Shardings | None = None  # of what `move` returns; None: what it was given
+        self._plan: _Plan | None = None  # of `move`, made when it is first asked
+        self._shards: Shardings | None = None  # of what `cast` returns, if `move` follows
         if self.crosses:
             _check(trainer, sampler)
         if set(trainer) == set(sampler):
             self._cast = jax.jit(copied, out_shardings=target)
         elif self.grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
+            self._shards = source
             self._cast = jax.jit(copied, out_shardings=source)
             self._across = _on(bridge, source)
             self._reshard = jax.jit(lambda moved: moved, out_shardings=target)
         else:
             bridge = _arranged(trainer, len(trainer) // len(sampler), target_mesh)
-            self._cast = jax.jit(copied, out_shardings=_on(bridge, target))
+            self._shards = _on(bridge, target)
+            self._cast = jax.jit(copied, out_shardings=self._shards)
             self._across = target
 
     def __call__(self, params: Params) -> Params:
         """Send the weights to the sampler's mesh; return before they are there."""
-        return self.finish(self.move(self.cast(params)))
+        return self.finish(self.move(params if self.is_cast(params) else self.cast(params)))
+
+    def is_cast(self, params: Params) -> bool:
+        """Return whether each device has the shards that `move` takes of it, in the sampler's
+        dtypes: then nothing but a copy is left for `cast`."""
+        if self._shards is None or not self._conversion.keeps(params):
+            return False
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._shards), strict=True)
+        return all(
+            isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(shards, leaf.ndim)
+            for leaf, shards in pairs
+        )
 
     def cast(self, params: Params) -> Params:
         """Make a private copy on the trainer's devices, in the sampler's dtypes and in shards that
@@ -102,33 +119,51 @@ class Push:
     def move(self, cast: Params) -> Params:
         """Copy the shards to the sampler's devices. No program runs, so any thread may do it, and
         repeat it."""
-        return cast if self._across is None else _move(cast, self._across)
+        if self._across is None:
+            return cast
+        if self._plan is None:
+            self._plan = _plan_of(cast, self._across)
+        return _move(cast, self._across, self._plan)
 
     def finish(self, moved: Params) -> Params:
         """Reshard on the sampler's devices, if its slice is the larger one."""
         return self._reshard(moved) if self.grows else moved
 
 
-def _move(params: Params, target: Shardings) -> Params:
-    """Copy same-index shards to the target's devices, all leaves in one device_put; those that are
-    there already are not copied."""
-    leaves, structure = jax.tree.flatten(params)
-    goals = jax.tree.leaves(target)
-    shards, devices, counts = [], [], []
-    for leaf, goal in zip(leaves, goals, strict=True):
-        by_index: dict[Any, dict[jax.Device, Any]] = {}
-        for shard in leaf.addressable_shards:
-            by_index.setdefault(_hashable(shard.index), {})[shard.device] = shard.data
+class _Plan(NamedTuple):
+    """Which shards go where: made once, since it takes longer than the transfer's dispatch."""
+
+    shards: tuple[tuple[int, ...], ...]  # of each array, the place among its addressable shards
+    devices: tuple[jax.Device, ...]  # where they go, of all arrays one after the other
+
+
+def _plan_of(params: Params, target: Shardings) -> _Plan:
+    """Plan to copy same-index shards to the target's devices; those that are there already stay."""
+    shards, devices = list[tuple[int, ...]](), list[jax.Device]()
+    for leaf, goal in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True):
+        by_index: dict[Any, dict[jax.Device, int]] = {}
+        for place, shard in enumerate(leaf.addressable_shards):
+            by_index.setdefault(_hashable(shard.index), {})[shard.device] = place
         wanted = goal.addressable_devices_indices_map(leaf.shape)
-        for device, index in wanted.items():
-            copies = by_index[_hashable(index)]
-            shards.append(copies.get(device, next(iter(copies.values()))))
-            devices.append(device)
-        counts.append(len(wanted))
-    moved = iter(jax.device_put(shards, devices))
+        copies = [(device, by_index[_hashable(index)]) for device, index in wanted.items()]
+        shards.append(tuple(c.get(device, next(iter(c.values()))) for device, c in copies))
+        devices += wanted
+    return _Plan(tuple(shards), tuple(devices))
+
+
+def _move(params: Params, target: Shardings, plan: _Plan) -> Params:
+    """Copy all shards as planned, in one device_put."""
+    leaves, structure = jax.tree.flatten(params)
+    chosen = zip(leaves, plan.shards, strict=True)
+    moved = iter(
+        jax.device_put(
+            [leaf.addressable_data(place) for leaf, places in chosen for place in places],
+            list(plan.devices),
+        )
+    )
     arrays = [
-        jax.make_array_from_single_device_arrays(leaf.shape, goal, [next(moved) for _ in range(n)])
-        for leaf, goal, n in zip(leaves, goals, counts, strict=True)
+        jax.make_array_from_single_device_arrays(leaf.shape, goal, [next(moved) for _ in places])
+        for leaf, goal, places in zip(leaves, jax.tree.leaves(target), plan.shards, strict=True)
     ]
     return jax.tree.unflatten(structure, arrays)
 

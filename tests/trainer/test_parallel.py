@@ -131,6 +131,13 @@ def test_every_mesh_learns_what_one_device_does(axes, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}, {"context": 2}], ids=str)
+def test_the_cpus_own_kernels_learn_what_xlas_programs_do(axes, alone):
+    params, wanted = alone(DENSE)
+    assert_same(outcome(step_on(DENSE, axes, cpu_kernels=False), params), wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     meshes("data", "fsdp", "expert", "context", "tensor", having="expert"),

@@ -12,25 +12,6 @@
 
 namespace {
 
-// e**x for x <= 0, to about 1e-7 of it: 2**n times a polynomial on [-ln 2 / 2, ln 2 / 2].
-inline float exponential(float x) {
-  x = std::max(x, -87.0f);
-  const float n = std::nearbyint(x * 1.44269504088896341f);
-  float r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return p * power;
-}
-
 struct Shape {
   int64_t H, N, K, G, window;
   float scale, cap;

@@ -62,7 +62,7 @@ def packed_product(
         target_of("product"), jax.ShapeDtypeStruct((rows.shape[0], outputs), jnp.float32)
     )
     mask = jnp.zeros(0, bool) if used is None else used.reshape(-1)
-    result: Array = call(rows, weight, _or_none(scales), mask, rounds=rounds)
+    result: Array = call(rows, weight, or_none(scales), mask, rounds=rounds)
     return result.reshape(*x.shape[:-1], outputs)
 
 
@@ -103,7 +103,7 @@ def attend_pages(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
     call = jax.ffi.ffi_call(target_of("attend"), results, input_output_aliases={3: 1, 4: 2})
     out, keys, values = call(
-        q, *new, keys, values, tables, positions, _or_none(sinks), **_attributes(q, scoring)
+        q, *new, keys, values, tables, positions, or_none(sinks), **attributes(q, scoring)
     )
     return out, keys, values
 
@@ -140,16 +140,18 @@ def attend_new_tokens(
     call = jax.ffi.ffi_call(target_of("attend_new"), jax.ShapeDtypeStruct(q.shape, q.dtype))
     begins, starts, lengths, tables = (jnp.asarray(x, jnp.int32) for x in tokens)
     out: Array = call(
-        q, *new, *pages, tables, begins, starts, lengths, _or_none(sinks), **_attributes(q, scoring)
+        q, *new, *pages, tables, begins, starts, lengths, or_none(sinks), **attributes(q, scoring)
     )
     return out
 
 
-def _or_none(numbers: Array | None) -> Array:
+def or_none(numbers: Array | None) -> Array:
+    """Return a kernel's argument for numbers that may be none: an empty array if there are none."""
     return jnp.zeros(0, jnp.float32) if numbers is None else numbers
 
 
-def _attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
+def attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
+    """Return what a kernel must know of attention's scores, given queries [..., K]."""
     return {
         "window": np.int64(scoring.window),
         "scale": np.float32(q.shape[-1] ** -0.5),

@@ -1,4 +1,4 @@
-"""Build the kernels of kernels.cc and its headers for this machine, once; make them known to XLA.
+"""Build the CPU kernels for this machine, once, and make them known to XLA.
 
 The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.
@@ -21,7 +21,7 @@ import jax
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
 
-SOURCE = Path(__file__).with_name("kernels.cc")
+SOURCES = ("kernels.cc", "training.cc")
 HEADERS = ("attention.h", "product.h", "tasks.h")
 OPTIONS = (
     "-O3",
@@ -35,7 +35,10 @@ OPTIONS = (
 )
 LIMIT_S = 120.0
 """Longest time that the compiler may take."""
-NAMES = ("product", "rotate", "attend", "attend_new")
+NAMES = (
+    *("product", "rotate", "attend", "attend_new"),
+    *("flash", "flash_back", "choose", "choose_back"),
+)
 
 _lock = threading.Lock()
 _log = logging.getLogger(__name__)
@@ -58,8 +61,9 @@ def _are_there() -> bool:
         library = ctypes.cdll.LoadLibrary(str(_built()))
     except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
         _log.warning(
-            "the sampler computes without its own CPU kernels, by XLA's products: %s. Install g++ "
-            "(Debian: apt-get install g++), or set sampler.cpu_kernels=false to say no more of it.",
+            "CPU kernels of our own cannot be built, XLA's programs are used: %s. Install g++ "
+            "(Debian: apt-get install g++), or set sampler.cpu_kernels and trainer.cpu_kernels to "
+            "false to say no more of it.",
             in_a_line(error),
         )
         return False
@@ -77,7 +81,7 @@ def target_of(name: str) -> str:
 def _built() -> Path:
     """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
-    sources = (SOURCE, *(SOURCE.with_name(name) for name in HEADERS))
+    sources = [Path(__file__).with_name(name) for name in (*HEADERS, *SOURCES)]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
     parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -110,7 +114,7 @@ def _compile(compiler: str, path: Path) -> None:
             compiler,
             *OPTIONS,
             f"-isystem{jax.ffi.include_dir()}",
-            str(SOURCE),
+            *(str(Path(__file__).with_name(name)) for name in SOURCES),
             "-o",
             str(made),
         ]

@@ -24,8 +24,6 @@
 
 namespace {
 
-constexpr int kPanel = 32;  // outputs of a panel
-constexpr int kParts = kPanel / kLanes;
 constexpr int64_t kDepth = 1024;  // words of inputs that a panel sums before it goes to memory
 constexpr int64_t kAhead = 64;  // words of inputs that are fetched ahead
 constexpr int64_t kWidened = 32;  // words of inputs that are widened at a time

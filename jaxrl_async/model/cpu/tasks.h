@@ -1,10 +1,12 @@
-// Registers of the processor at hand, and tasks on XLA's threads.
+// What the kernels share: registers of the processor at hand, tasks on XLA's threads, the exponential.
 
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -21,6 +23,8 @@ constexpr int kLanes = 8, kRows = 3;  // 12 of 16
 #else
 #error "needs AVX2 and FMA, without which XLA's own products are faster"
 #endif
+constexpr int kPanel = 32;  // outputs of a panel of packed weights
+constexpr int kParts = kPanel / kLanes;
 constexpr double kLittle = 1 << 18;  // multiplications that another thread is woken for
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
@@ -51,6 +55,25 @@ void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
   for (int64_t i = 1; i < threads; ++i) pool.Schedule(decltype(take)(take));
   take();
   while (shared->done.load() < count) std::this_thread::yield();
+}
+
+// e**x for x <= 0, to about 1e-7 of it: 2**n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+inline float exponential(float x) {
+  x = std::max(x, -87.0f);
+  const float n = std::nearbyint(x * 1.44269504088896341f);
+  float r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
 }
 
 }  // namespace

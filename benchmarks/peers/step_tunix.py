@@ -1,0 +1,109 @@
+"""Make Tunix's own GRPO train steps: its PeftTrainer's jitted step with its loss, no reference.
+
+Arguments: the model's folder, a file with token_ids [n, T], the prompt's length, behavior log-probs
+and advantages (train_step.py makes it), and how many sequences a micro-batch has (their gradients
+are accumulated). Each line on stdin asks for an update; the answer has its seconds. AdamW and the
+clipping are those of our trainer's defaults. Its best settings here: nothing is recomputed.
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def make_update(folder: str, data: str, rows: int) -> Any:
+    """Return a function that makes one update and waits for it."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from tunix.models.llama3 import model as model_lib
+    from tunix.models.llama3 import params as params_lib
+    from tunix.rl import common
+    from tunix.rl.algo_core import grpo_loss_fn
+    from tunix.rl.grpo.grpo_learner import GRPOConfig
+    from tunix.sft import peft_trainer
+
+    hf = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = model_lib.ModelConfig(
+        num_layers=hf["num_hidden_layers"],
+        vocab_size=hf["vocab_size"],
+        embed_dim=hf["hidden_size"],
+        hidden_dim=hf["intermediate_size"],
+        num_heads=hf["num_attention_heads"],
+        head_dim=hf["head_dim"],
+        num_kv_heads=hf["num_key_value_heads"],
+        rope_theta=10_000,
+        norm_eps=hf["rms_norm_eps"],
+        weight_tying=hf["tie_word_embeddings"],
+    )
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = params_lib.create_model_from_safe_tensors(folder, config, mesh, jnp.float32)
+    given = np.load(data)
+    ids, prompt = given["token_ids"], int(given["prompt"])
+    micros = len(ids) // rows
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.0)
+    )
+    training = peft_trainer.TrainingConfig(
+        eval_every_n_steps=10**9, gradient_accumulation_steps=micros if micros > 1 else None
+    )
+    trainer = peft_trainer.PeftTrainer(model, optimizer, training)
+    algorithm = GRPOConfig(beta=0.0)
+    algorithm.temperature = 1.0
+
+    def loss(model: Any, train_example: Any) -> Any:
+        return grpo_loss_fn(model, train_example, algo_config=algorithm, pad_id=-1, eos_id=-1)
+
+    trainer.with_loss_fn(loss, has_aux=True)
+    trainer.with_gen_model_input_fn(lambda example: {"train_example": example})
+
+    def example(i: int) -> Any:
+        part = slice(i * rows, (i + 1) * rows)
+        answers = ids[part, prompt:]
+        return common.TrainExample(
+            prompt_ids=jnp.asarray(ids[part, :prompt]),
+            prompt_mask=jnp.ones((rows, prompt), jnp.int32),
+            completion_ids=jnp.asarray(answers),
+            completion_mask=jnp.ones(answers.shape, jnp.int32),
+            advantages=jnp.asarray(given["advantages"][part]),
+            ref_per_token_logps=None,
+            old_per_token_logps=jnp.asarray(given["behavior_logprobs"][part, prompt:]),
+        )
+
+    with jax.set_mesh(mesh):
+        step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+
+    def update() -> float:
+        """Return the last micro-batch's loss."""
+        with jax.set_mesh(mesh):
+            for i in range(micros):
+                value, _, norm = step(example(i))
+            jax.block_until_ready((value, norm, nnx.state(trainer.model)))
+        return float(value)
+
+    return update
+
+
+def main() -> None:
+    """Answer each line of stdin with an update's seconds."""
+    update = make_update(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    for _ in sys.stdin:
+        start, used = time.perf_counter(), cpu_s()
+        loss = update()
+        taken = {"s": time.perf_counter() - start, "cpu_s": cpu_s() - used, "loss": loss}
+        print(json.dumps(taken), flush=True)
+
+
+if __name__ == "__main__":
+    main()

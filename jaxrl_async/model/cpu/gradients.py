@@ -1,0 +1,110 @@
+"""Call the CPU kernels of an update, with their gradients. `library.kernels_are_there` must have
+returned true.
+
+Shapes: B rows of T tokens, H heads, N KV heads, K head width, n tokens, V the vocabulary.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl_async.model.cpu.calls import attributes, or_none
+from jaxrl_async.model.cpu.library import target_of
+from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
+
+Floats = jax.ShapeDtypeStruct
+
+
+def flash(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Attend causally within segments, as attention.reference does: [B, T, H, K] float32.
+
+    Neighbouring tokens of one segment see each other; their cost is that of their own keys, and a
+    block of scores is in memory at a time. Padding gets zeros. The backward pass computes scores
+    again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
+    """
+    return _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), scoring)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _flash(q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring) -> Array:
+    return _forward(q, k, v, segments, sinks, scoring)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring
+) -> tuple[Array, Array]:
+    """Return what is attended, and the log of each query's sum [B, H, T]."""
+    B, T, H, _ = q.shape
+    results = (Floats(q.shape, jnp.float32), Floats((B, H, T), jnp.float32))
+    call = jax.ffi.ffi_call(target_of("flash"), results)
+    out, sums = call(q, k, v, segments, sinks, **attributes(q, scoring))
+    return out, sums
+
+
+def _flash_forward(
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring
+) -> tuple[Array, tuple[Array, ...]]:
+    out, sums = _forward(q, k, v, segments, sinks, scoring)
+    out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
+    return out, (q, k, v, segments, sinks, out, sums)
+
+
+def _flash_backward(
+    scoring: Scoring, kept: tuple[Array, ...], grad: Array
+) -> tuple[Array, Array, Array, None, Array]:
+    q, k, v, segments, sinks, out, sums = kept
+    results = tuple(Floats(x.shape, jnp.float32) for x in (q, k, v))
+    call = jax.ffi.ffi_call(target_of("flash_back"), results)
+    dq, dk, dv = call(q, k, v, segments, out, sums, grad, **attributes(q, scoring))
+    of_sinks = jnp.zeros_like(sinks)
+    if sinks.size:  # a sink's share times what its query expects of a gradient, and no value
+        expected = jnp.einsum("bthk,bthk->bht", grad, out)
+        share = jnp.where(segments[:, None] > 0, jnp.exp(sinks[:, None] - sums), 0.0)
+        of_sinks = -jnp.einsum("bht,bht->h", share, expected)
+    return dq, dk, dv, None, of_sinks
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+@jax.custom_vjp
+def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Return the log-prob of each target [n] and the entropy of its distribution [n], nats, given
+    logits [n, V] float32 and targets [n] int32.
+
+    The gradient reads the logits once, and no probabilities are kept.
+    """
+    logprobs, entropies, _ = _chosen(logits, targets)
+    return logprobs, entropies
+
+
+def _chosen(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
+    one = Floats(targets.shape, jnp.float32)
+    logprobs, entropies, sums = jax.ffi.ffi_call(target_of("choose"), (one, one, one))(
+        logits, targets
+    )
+    return logprobs, entropies, sums
+
+
+def _chosen_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    logprobs, entropies, sums = _chosen(logits, targets)
+    return (logprobs, entropies), (logits, targets, entropies, sums)
+
+
+def _chosen_backward(kept: tuple[Array, ...], grads: tuple[Array, Array]) -> tuple[Array, None]:
+    logits = kept[0]
+    call = jax.ffi.ffi_call(target_of("choose_back"), Floats(logits.shape, jnp.float32))
+    return call(*kept, *grads), None
+
+
+chosen.defvjp(_chosen_forward, _chosen_backward)

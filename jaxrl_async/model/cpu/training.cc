@@ -1,0 +1,433 @@
+// What an update computes on CPUs beside XLA's products, as XLA's foreign functions.
+//
+// flash, flash_back   causal attention within the segments of packed rows, and its gradient
+// choose, choose_back log-prob of each row's target and entropy of its logits, and their gradient
+//
+// A result is the same whatever the number of threads: each sum is one task's, in one order.
+
+#include <cfloat>
+#include <vector>
+
+#include "tasks.h"
+
+namespace {
+
+// ---- products of blocks
+
+// A matrix as its elements lie: (row, column) at data[row * row_step + column * column_step].
+struct Left {
+  const float* data;
+  int64_t row_step, column_step;
+  const float* at(int64_t row, int64_t column) const {
+    return data + row * row_step + column * column_step;
+  }
+};
+
+// Set (or, unless `fresh`, add to) y [R, 32] the product of x [R, depth] and a panel [depth, 32].
+template <int R>
+void block(Left x, const float* panel, int64_t depth, float* y, int64_t y_step, bool fresh) {
+  Lanes sums[R][kParts];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < kParts; ++p)
+      sums[r][p] = fresh ? Lanes{} : load(y + r * y_step + p * kLanes);
+  for (int64_t d = 0; d < depth; ++d) {
+    Lanes right[kParts];
+    for (int p = 0; p < kParts; ++p) right[p] = load(panel + d * kPanel + p * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const float left = *x.at(r, d);
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) sums[r][p] += left * right[p];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < kParts; ++p) store(y + r * y_step + p * kLanes, sums[r][p]);
+}
+
+template <int R = kRows>
+void block_of(int rows, Left x, const float* panel, int64_t depth, float* y, int64_t y_step,
+              bool fresh) {
+  if constexpr (R > 0) {
+    if (rows == R) return block<R>(x, panel, depth, y, y_step, fresh);
+    block_of<R - 1>(rows, x, panel, depth, y, y_step, fresh);
+  }
+}
+
+// Set or add to y [rows, panels * 32] the product of x [rows, depth] and panels `panel_step` apart.
+void multiply(Left x, int64_t rows, const float* panels, int64_t panel_step, int64_t count,
+              int64_t depth, float* y, int64_t y_step, bool fresh) {
+  for (int64_t p = 0; p < count; ++p)
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const Left part{x.at(r, 0), x.row_step, x.column_step};
+      block_of(static_cast<int>(std::min<int64_t>(kRows, rows - r)), part, panels + p * panel_step,
+               depth, y + r * y_step + p * kPanel, y_step, fresh);
+    }
+}
+
+int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
+
+// Lay x [count, width], rows `step` apart, in panels of its columns: [panels, count, 32].
+void lay_rows(const float* x, int64_t step, int64_t count, int64_t width,
+              std::vector<float>& panels) {
+  panels.assign(whole_panels(width) * kPanel * count, 0.0f);
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t d = 0; d < width; d += kPanel)
+      std::memcpy(panels.data() + (d / kPanel * count + t) * kPanel, x + t * step + d,
+                  std::min<int64_t>(kPanel, width - d) * sizeof(float));
+}
+
+// Lay x [count, width], rows `step` apart, in panels of its rows: [panels, width, 32].
+void lay_columns(const float* x, int64_t step, int64_t count, int64_t width,
+                 std::vector<float>& panels) {
+  panels.assign(whole_panels(count) * kPanel * width, 0.0f);
+  for (int64_t t = 0; t < count; ++t) {
+    float* to = panels.data() + t / kPanel * kPanel * width + t % kPanel;
+    for (int64_t d = 0; d < width; ++d) to[d * kPanel] = x[t * step + d];
+  }
+}
+
+// ---- attention
+
+constexpr int64_t kQueries = 32;  // of a block, of one head
+
+struct Heads {
+  int64_t B, T, H, N, K, window;
+  float scale, cap;
+
+  int64_t query(int64_t b, int64_t t, int64_t h) const { return ((b * T + t) * H + h) * K; }
+  int64_t key(int64_t b, int64_t t, int64_t n) const { return ((b * T + t) * N + n) * K; }
+  int64_t number(int64_t b, int64_t t, int64_t h) const { return (b * H + h) * T + t; }
+  // The first key that query t of a run sees.
+  int64_t first(int64_t t) const { return window ? std::max<int64_t>(0, t + 1 - window) : 0; }
+};
+
+// Neighbouring tokens of a row that are of one segment.
+struct Run {
+  int64_t row, begin, length;
+};
+
+std::vector<Run> runs_of(const int32_t* segments, int64_t B, int64_t T, double* squares) {
+  std::vector<Run> runs;
+  *squares = 0;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t t = 0, end; t < T; t = end) {
+      const int32_t segment = segments[b * T + t];
+      for (end = t; end < T && segments[b * T + end] == segment;) ++end;
+      if (segment <= 0) continue;
+      runs.push_back({b, t, end - t});
+      *squares += static_cast<double>(end - t) * (end - t);
+    }
+  return runs;
+}
+
+// Where a block of queries of a run begins and ends, and its keys, in whole panels.
+struct Block {
+  int64_t begin, rows, first_key, keys;
+};
+
+Block block_at(const Heads& s, int64_t begin, int64_t length) {
+  const int64_t rows = std::min(kQueries, length - begin);
+  const int64_t first = s.first(begin) / kPanel * kPanel;
+  return {begin, rows, first, whole_panels(begin + rows - first) * kPanel};
+}
+
+// Bound scores, if the model does so, and scale them.
+void scale_scores(float* __restrict scores, int64_t from, int64_t until, const Heads& s) {
+  if (s.cap == 0.0f)
+    for (int64_t t = from; t < until; ++t) scores[t] *= s.scale;
+  else
+    for (int64_t t = from; t < until; ++t) scores[t] = s.cap * std::tanh(scores[t] * s.scale / s.cap);
+}
+
+float largest_of(const float* x, int64_t count, float least) {
+  float part[kLanes];
+  std::fill(part, part + kLanes, least);
+  int64_t t = 0;
+  for (; t + kLanes <= count; t += kLanes)
+    for (int l = 0; l < kLanes; ++l) part[l] = part[l] < x[t + l] ? x[t + l] : part[l];
+  for (; t < count; ++t) part[0] = std::max(part[0], x[t]);
+  return *std::max_element(part, part + kLanes);
+}
+
+float sum_of(const float* x, int64_t count) {
+  float part[kLanes]{};
+  int64_t t = 0;
+  for (; t + kLanes <= count; t += kLanes)
+    for (int l = 0; l < kLanes; ++l) part[l] += x[t + l];
+  float sum = 0.0f;
+  for (; t < count; ++t) sum += x[t];
+  for (int l = 0; l < kLanes; ++l) sum += part[l];
+  return sum;
+}
+
+float dot_of(const float* x, const float* y, int64_t count) {
+  float part[kLanes]{};
+  int64_t t = 0;
+  for (; t + kLanes <= count; t += kLanes)
+    for (int l = 0; l < kLanes; ++l) part[l] += x[t + l] * y[t + l];
+  float sum = 0.0f;
+  for (; t < count; ++t) sum += x[t] * y[t];
+  for (int l = 0; l < kLanes; ++l) sum += part[l];
+  return sum;
+}
+
+bool fits(ffi::Span<const int64_t> q, ffi::Span<const int64_t> k) {
+  return q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && k[2] > 0 && q[2] % k[2] == 0;
+}
+
+// Arguments: queries [B, T, H, K], keys and values [B, T, N, K], segments [B, T] (0: padding, gets
+// zeros), sinks [H] or [0]. Results: [B, T, H, K], and the log of each query's sum [B, H, T].
+ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                 ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
+                 ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
+                 ffi::ResultBuffer<ffi::F32> sums, int64_t window, float scale, float cap) {
+  const auto qs = q.dimensions(), ks = k.dimensions();
+  if (!fits(qs, ks)) return ffi::Error::InvalidArgument("flash: shapes do not fit");
+  const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
+  double squares;
+  const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
+  std::fill_n(out->typed_data(), q.element_count(), 0.0f);
+  std::fill_n(sums->typed_data(), sums->element_count(), 0.0f);
+  const int64_t panels = whole_panels(s.K), group = s.H / s.N;
+  each(pool, static_cast<int64_t>(runs.size()) * s.H, squares * s.H * s.K, [&](int64_t task) {
+    const Run run = runs[task / s.H];
+    const int64_t h = task % s.H, L = run.length, ld = whole_panels(L) * kPanel;
+    const int64_t from = s.key(run.row, run.begin, h / group);
+    thread_local std::vector<float> keys, values, scores, sum;
+    lay_columns(k.typed_data() + from, s.N * s.K, L, s.K, keys);
+    lay_rows(v.typed_data() + from, s.N * s.K, L, s.K, values);
+    scores.resize(kQueries * ld);
+    sum.resize(kQueries * panels * kPanel);
+    for (int64_t i = 0; i < L; i += kQueries) {
+      const Block at = block_at(s, i, L);
+      const int64_t place = s.query(run.row, run.begin + i, h);
+      multiply({q.typed_data() + place, s.H * s.K, 1}, at.rows, keys.data() + at.first_key * s.K,
+               kPanel * s.K, at.keys / kPanel, s.K, scores.data(), ld, true);
+      float shares[kQueries];
+      for (int64_t r = 0; r < at.rows; ++r) {
+        float* row = scores.data() + r * ld;
+        const int64_t begin = s.first(i + r) - at.first_key, end = i + r + 1 - at.first_key;
+        scale_scores(row, begin, end, s);
+        const float sink = sinks.element_count() ? sinks.typed_data()[h] : -FLT_MAX;
+        const float most = largest_of(row + begin, end - begin, sink);
+        for (int64_t t = begin; t < end; ++t) row[t] = exponential(row[t] - most);
+        float total = sum_of(row + begin, end - begin);
+        if (sinks.element_count()) total += exponential(sink - most);
+        std::fill(row, row + begin, 0.0f);
+        std::fill(row + end, row + at.keys, 0.0f);
+        sums->typed_data()[s.number(run.row, run.begin + i + r, h)] = most + std::log(total);
+        shares[r] = 1.0f / total;
+      }
+      multiply({scores.data(), ld, 1}, at.rows, values.data() + at.first_key * kPanel, L * kPanel,
+               panels, std::min(at.keys, L - at.first_key), sum.data(), panels * kPanel, true);
+      for (int64_t r = 0; r < at.rows; ++r) {
+        float* to = out->typed_data() + place + r * s.H * s.K;
+        const float* row = sum.data() + r * panels * kPanel;
+        for (int64_t d = 0; d < s.K; ++d) to[d] = row[d] * shares[r];
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Turn a query's scores into its weights, and the gradient of the weights into that of the scores:
+// for the keys [begin, end); 0 for the others of `keys`.
+void score_gradient(float* __restrict scores, float* __restrict grads, int64_t begin, int64_t end,
+                    int64_t keys, float log_sum, float expected, const Heads& s) {
+  scale_scores(scores, begin, end, s);
+  if (s.cap == 0.0f) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float weight = exponential(scores[t] - log_sum);
+      grads[t] = weight * (grads[t] - expected) * s.scale;
+      scores[t] = weight;
+    }
+  } else {
+    for (int64_t t = begin; t < end; ++t) {
+      const float weight = exponential(scores[t] - log_sum), bent = scores[t] / s.cap;
+      grads[t] = weight * (grads[t] - expected) * s.scale * (1.0f - bent * bent);
+      scores[t] = weight;
+    }
+  }
+  for (float* x : {scores, grads}) {
+    std::fill(x, x + begin, 0.0f);
+    std::fill(x + end, x + keys, 0.0f);
+  }
+}
+
+// Arguments: those of flash but the sinks, its results, and the gradient of the first one. Results:
+// the gradients of queries, keys and values.
+ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                      ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
+                      ffi::Buffer<ffi::F32> out, ffi::Buffer<ffi::F32> sums,
+                      ffi::Buffer<ffi::F32> grad, ffi::ResultBuffer<ffi::F32> dq,
+                      ffi::ResultBuffer<ffi::F32> dk, ffi::ResultBuffer<ffi::F32> dv,
+                      int64_t window, float scale, float cap) {
+  const auto qs = q.dimensions(), ks = k.dimensions();
+  if (!fits(qs, ks)) return ffi::Error::InvalidArgument("flash_back: shapes do not fit");
+  const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
+  double squares;
+  const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
+  std::fill_n(dq->typed_data(), q.element_count(), 0.0f);
+  std::fill_n(dk->typed_data(), k.element_count(), 0.0f);
+  std::fill_n(dv->typed_data(), k.element_count(), 0.0f);
+  const int64_t panels = whole_panels(s.K), width = panels * kPanel, group = s.H / s.N;
+  each(pool, static_cast<int64_t>(runs.size()) * s.N, 2.5 * squares * s.H * s.K, [&](int64_t task) {
+    const Run run = runs[task / s.N];
+    const int64_t n = task % s.N, L = run.length, ld = whole_panels(L) * kPanel;
+    const int64_t from = s.key(run.row, run.begin, n);
+    thread_local std::vector<float> keys, turned_keys, turned_values, queries, above, scores, grads,
+        sum, of_keys, of_values;
+    lay_rows(k.typed_data() + from, s.N * s.K, L, s.K, keys);
+    lay_columns(k.typed_data() + from, s.N * s.K, L, s.K, turned_keys);
+    lay_columns(v.typed_data() + from, s.N * s.K, L, s.K, turned_values);
+    scores.resize(kQueries * ld), grads.resize(kQueries * ld), sum.resize(kQueries * width);
+    of_keys.assign(L * width, 0.0f), of_values.assign(L * width, 0.0f);
+    for (int64_t i = 0; i < L; i += kQueries) {
+      const Block at = block_at(s, i, L);
+      const int64_t seen = std::min(at.keys, L - at.first_key);
+      for (int64_t h = n * group; h < (n + 1) * group; ++h) {
+        const int64_t place = s.query(run.row, run.begin + i, h), step = s.H * s.K;
+        const float *q_at = q.typed_data() + place, *grad_at = grad.typed_data() + place;
+        lay_rows(q_at, step, at.rows, s.K, queries);
+        lay_rows(grad_at, step, at.rows, s.K, above);
+        multiply({q_at, step, 1}, at.rows, turned_keys.data() + at.first_key * s.K, kPanel * s.K,
+                 at.keys / kPanel, s.K, scores.data(), ld, true);
+        multiply({grad_at, step, 1}, at.rows, turned_values.data() + at.first_key * s.K,
+                 kPanel * s.K, at.keys / kPanel, s.K, grads.data(), ld, true);
+        for (int64_t r = 0; r < at.rows; ++r)
+          score_gradient(scores.data() + r * ld, grads.data() + r * ld,
+                         s.first(i + r) - at.first_key, i + r + 1 - at.first_key, at.keys,
+                         sums.typed_data()[s.number(run.row, run.begin + i + r, h)],
+                         dot_of(grad_at + r * step, out.typed_data() + place + r * step, s.K), s);
+        multiply({grads.data(), ld, 1}, at.rows, keys.data() + at.first_key * kPanel, L * kPanel,
+                 panels, seen, sum.data(), width, true);
+        for (int64_t r = 0; r < at.rows; ++r)
+          std::memcpy(dq->typed_data() + place + r * step, sum.data() + r * width,
+                      s.K * sizeof(float));
+        multiply({grads.data(), 1, ld}, seen, queries.data(), at.rows * kPanel, panels, at.rows,
+                 of_keys.data() + at.first_key * width, width, false);
+        multiply({scores.data(), 1, ld}, seen, above.data(), at.rows * kPanel, panels, at.rows,
+                 of_values.data() + at.first_key * width, width, false);
+      }
+    }
+    for (int64_t t = 0; t < L; ++t) {
+      std::memcpy(dk->typed_data() + from + t * s.N * s.K, of_keys.data() + t * width,
+                  s.K * sizeof(float));
+      std::memcpy(dv->typed_data() + from + t * s.N * s.K, of_values.data() + t * width,
+                  s.K * sizeof(float));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// ---- log-probs
+
+constexpr int64_t kTogether = 8;  // rows of a task
+constexpr float kLeast = -87.0f;  // logits that are refused count as this far below the largest
+
+// Arguments: logits [n, V], targets [n]. Results [n]: the log-prob of each target, the entropy of
+// its distribution, and the log of the sum of the exponentials.
+ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> targets,
+                  ffi::ResultBuffer<ffi::F32> logprobs, ffi::ResultBuffer<ffi::F32> entropies,
+                  ffi::ResultBuffer<ffi::F32> sums) {
+  const int64_t n = logits.dimensions()[0], V = logits.dimensions()[1];
+  each(pool, (n + kTogether - 1) / kTogether, 8.0 * n * V, [&](int64_t task) {
+    thread_local std::vector<float> odds;
+    odds.resize(V);
+    for (int64_t i = task * kTogether; i < std::min(n, (task + 1) * kTogether); ++i) {
+      const float* row = logits.typed_data() + i * V;
+      const float most = largest_of(row, V, -FLT_MAX);
+      for (int64_t t = 0; t < V; ++t) odds[t] = exponential(row[t] - most);
+      const float total = sum_of(odds.data(), V), log_sum = most + std::log(total);
+      for (int64_t t = 0; t < V; ++t) odds[t] *= std::max(row[t] - most, kLeast);
+      const int64_t target = std::clamp<int64_t>(targets.typed_data()[i], 0, V - 1);
+      logprobs->typed_data()[i] = row[target] - log_sum;
+      entropies->typed_data()[i] = std::log(total) - sum_of(odds.data(), V) / total;
+      sums->typed_data()[i] = log_sum;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: logits and targets, entropies and sums as choose returned them, and the gradients of
+// log-probs and entropies [n]. Result: the logits' gradient [n, V].
+ffi::Error choose_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
+                       ffi::Buffer<ffi::S32> targets, ffi::Buffer<ffi::F32> entropies,
+                       ffi::Buffer<ffi::F32> sums, ffi::Buffer<ffi::F32> of_logprobs,
+                       ffi::Buffer<ffi::F32> of_entropies, ffi::ResultBuffer<ffi::F32> grad) {
+  const int64_t n = logits.dimensions()[0], V = logits.dimensions()[1];
+  each(pool, (n + kTogether - 1) / kTogether, 8.0 * n * V, [&](int64_t task) {
+    for (int64_t i = task * kTogether; i < std::min(n, (task + 1) * kTogether); ++i) {
+      const float* __restrict row = logits.typed_data() + i * V;
+      float* __restrict to = grad->typed_data() + i * V;
+      const float log_sum = sums.typed_data()[i], entropy = entropies.typed_data()[i];
+      const float first = of_logprobs.typed_data()[i], second = of_entropies.typed_data()[i];
+      if (second == 0.0f) {
+        for (int64_t t = 0; t < V; ++t) to[t] = -first * exponential(row[t] - log_sum);
+      } else {
+        for (int64_t t = 0; t < V; ++t) {
+          const float log = std::max(row[t] - log_sum, kLeast);
+          to[t] = -exponential(log) * (first + second * (log + entropy));
+        }
+      }
+      to[std::clamp<int64_t>(targets.typed_data()[i], 0, V - 1)] += first;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Whole = ffi::Buffer<ffi::S32>;
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash, flash,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Whole>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash_back, flash_back,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Whole>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("cap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_choose, choose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Whole>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_choose_back, choose_back,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Whole>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>());

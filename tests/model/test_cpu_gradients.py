@@ -1,0 +1,141 @@
+"""The CPU's own attention and log-probs in an update against float64, with their gradients."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxrl_async.model.attention import reference, sequence_attention
+from jaxrl_async.model.cpu.gradients import chosen, flash
+from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.kernels import Scoring
+from jaxrl_async.model.logprobs import REFUSED
+
+pytestmark = pytest.mark.skipif(
+    "not has_kernels()", reason="needs g++ or clang++ and a processor with AVX2"
+)
+
+
+def has_kernels() -> bool:
+    return kernels_are_there()
+
+
+def in_float64(function: Any, *inputs: Any) -> Any:
+    """Compute the function of the inputs in float64, floats alone."""
+    with jax.enable_x64(True):
+        wide = [
+            jnp.asarray(x, jnp.float64) if x.dtype == np.float32 else jnp.asarray(x) for x in inputs
+        ]
+        return jax.tree.map(np.asarray, function(*wide))
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    """Within 3e-6 of the largest number of each array."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * max(np.abs(b).max(), 1e-3))
+
+
+def segments_of(*rows: list[int]) -> NDArray[np.int32]:
+    """Return segment ids: each row is the lengths of its segments; the rest is padding."""
+    length = max(map(sum, rows))
+    ids = [np.repeat(np.arange(1, len(row) + 1), row) for row in rows]
+    return np.stack([np.pad(i, (0, length - len(i))) for i in ids]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "scoring", "has_sinks"),
+    [
+        (4, 2, 32, Scoring(), False),
+        (3, 1, 20, Scoring(window=13), True),
+        (2, 2, 64, Scoring(cap=2.0), False),
+        (6, 3, 40, Scoring(window=40, cap=1.5), True),
+    ],
+)
+def test_attention_and_its_gradients_are_those_of_float64(
+    heads: int, kv_heads: int, width: int, scoring: Scoring, has_sinks: bool
+) -> None:
+    """Segments of one token, of a part of a block, of several; and padding."""
+    rng = np.random.default_rng(heads)
+    segments = segments_of([70, 1, 33], [104], [31, 9])
+    B, T = segments.shape
+
+    def drawn(*shape: int) -> NDArray[np.float32]:
+        return rng.normal(size=shape).astype(np.float32)
+
+    keys = (drawn(B, T, kv_heads, width), drawn(B, T, kv_heads, width))
+    inputs = (drawn(B, T, heads, width), *keys, *([drawn(heads)] if has_sinks else []))
+    above = drawn(B, T, heads, width) * (segments > 0)[:, :, None, None]
+
+    def gradients(attention: Any, *inputs: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
+            out = attention(q, k, v, segments, scoring, sinks)
+            return jnp.sum(out * above), out * (segments > 0)[:, :, None, None]
+
+        return jax.value_and_grad(loss, tuple(range(len(inputs))), has_aux=True)(*inputs)
+
+    found = jax.jit(functools.partial(gradients, flash))(*inputs)
+    (_, out), grads = in_float64(functools.partial(gradients, reference), *inputs)
+    assert_close((found[0][1], found[1]), (out, grads))
+
+
+@pytest.mark.parametrize("vocab", [7, 301])
+def test_log_probs_and_their_gradients_are_those_of_float64(vocab: int) -> None:
+    """Some rows may not draw most of the vocabulary; some entropies have no gradient."""
+    rng = np.random.default_rng(vocab)
+    logits = 3 * rng.normal(size=(21, vocab)).astype(np.float32)
+    logits[3, :-2] = REFUSED
+    targets = np.full(21, vocab - 1, np.int32)
+    targets[5:] = rng.integers(0, vocab, 16)
+    above = rng.normal(size=(2, 21)).astype(np.float32)
+    above[1, 10:] = 0
+
+    def reference_of(logits: Any, targets: Any) -> Any:
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        drawn = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        return drawn, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+    def gradients(function: Any, logits: Any) -> Any:
+        def loss(logits: Any) -> Any:
+            logprobs, entropies = function(logits, targets)
+            return jnp.sum(above[0] * logprobs + above[1] * entropies), (logprobs, entropies)
+
+        (_, values), grads = jax.value_and_grad(loss, has_aux=True)(logits)
+        return values, grads
+
+    found = jax.jit(functools.partial(gradients, chosen))(logits)
+    assert_close(found, in_float64(functools.partial(gradients, reference_of), logits))
+
+
+def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes() -> None:
+    """In a row with others, by itself (on one thread), and again while the threads are busy."""
+    rng = np.random.default_rng(0)
+    q, k, v, above = (rng.normal(size=(1, 150, 4, 32)).astype(np.float32) for _ in range(4))
+
+    @jax.jit
+    def gradients(segments: Any, *arrays: Any) -> Any:
+        out, back = jax.vjp(lambda q, k, v: flash(q, k, v, segments), *arrays[:3])
+        return out, back(arrays[3])
+
+    def bits(segments: NDArray[np.int32], *arrays: NDArray[np.float32]) -> list[NDArray[Any]]:
+        return [np.asarray(x) for x in jax.tree.leaves(gradients(segments, *arrays))]
+
+    whole = bits(segments_of([60, 90]), q, k, v, above)
+    alone = bits(segments_of([90]), *(x[:, 60:].copy() for x in (q, k, v, above)))
+    assert all((a == b[:, 60:]).all() for a, b in zip(alone, whole, strict=True))
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(np.eye(512))
+    for _ in range(5):
+        again = bits(segments_of([60, 90]), q, k, v, above)
+        assert all((a == b).all() for a, b in zip(again, whole, strict=True))
+    busy.block_until_ready()
+
+
+def test_they_are_chosen_on_a_cpu_in_float32_unless_prefixes_are_shared() -> None:
+    assert sequence_attention("auto", cpu_kernels=True) is flash
+    assert sequence_attention("auto") is reference
+    assert sequence_attention("reference", cpu_kernels=True) is reference
+    assert sequence_attention("auto", cpu_kernels=True, dtype=jnp.bfloat16) is reference
+    assert sequence_attention("auto", cpu_kernels=True, shares_prefixes=True) is not flash
