@@ -28,7 +28,7 @@ from peers.environments import ENVIRONMENTS, FOLDER, preloaded
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.cpu.calls import packed, packed_product
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import SamplerSettings, build_setup
@@ -50,7 +50,7 @@ def main() -> None:
         others = {name: elsewhere(name, shapes, repeats) for name in ("numpy", "torch")}
         took = {"xla": xla_products_s(shapes, jnp.float32, repeats)}
         took |= {name: got["products_s"] for name, got in others.items() if got}
-        own = own_products_s(shapes, repeats) if kernels_are_there() else {}
+        own = own_products_s(shapes, repeats) if kernels_are_there(SAMPLING) else {}
         took |= {"own": own["float32"]} if own else {}
         step_s, fixed_s = decode_step(model, repeats)
         floor_s = min(took.values()) + live_bytes(model) / read

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.cpu.gradients import flash
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,
@@ -428,7 +428,9 @@ def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttentio
 
 def has_cpu_kernels(device: Any, dtype: Any) -> bool:
     """Return whether an update on a device can compute by CPU kernels of our own; builds them."""
-    return device.platform == "cpu" and jnp.dtype(dtype) == jnp.float32 and kernels_are_there()
+    return (
+        device.platform == "cpu" and jnp.dtype(dtype) == jnp.float32 and kernels_are_there(TRAINING)
+    )
 
 
 def obstacle(

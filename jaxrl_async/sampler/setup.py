@@ -19,7 +19,7 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.delta_layer import empty_states
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
@@ -287,7 +287,9 @@ def build_engine(
                 "adapters by name. Take a mesh of one process, or merge the adapter."
             )
     ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
-    cpu_kernels = section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there()
+    cpu_kernels = (
+        section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there(SAMPLING)
+    )
     own = not spec.latent and not spec.delta
     eight_bits = section.matmul == "int8"
     engine_spec = EngineSpec(

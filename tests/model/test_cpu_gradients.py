@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.cpu.gradients import chosen, flash
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.logprobs import REFUSED
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def has_kernels() -> bool:
-    return kernels_are_there()
+    return kernels_are_there(TRAINING)
 
 
 def in_float64(function: Any, *inputs: Any) -> Any:

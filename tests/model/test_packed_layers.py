@@ -11,7 +11,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base, sent_base
 from jaxrl_async.model.lora import adapter_table, joined, lora_of
@@ -53,7 +53,7 @@ def in_form(spec: ModelSpec, params: Params, form: str) -> Params:
 
 @pytest.fixture(autouse=True)
 def kernels() -> None:
-    if not kernels_are_there():
+    if not kernels_are_there(SAMPLING):
         pytest.skip("needs g++ or clang++ and a processor with AVX2")
 
 

@@ -8,7 +8,7 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.cpu.library import kernels_are_there
+from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.ports import FIXED_WEIGHTS
@@ -26,7 +26,7 @@ WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
 
 
 def needs_cpu_kernels() -> None:
-    if not kernels_are_there():
+    if not kernels_are_there(SAMPLING):
         pytest.skip("needs g++ or clang++ and a processor with AVX2")
 
 

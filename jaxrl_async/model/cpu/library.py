@@ -1,6 +1,7 @@
-"""Build the CPU kernels for this machine, once, and make them known to XLA.
+"""Build the CPU kernels for this machine, once, and make them known to XLA: a library for samplers,
+one for the trainer, each when it is first asked for.
 
-The library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
+A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
 stands for the source, the compiler, its options, the processor and jaxlib.
 """
 
@@ -13,6 +14,7 @@ import platform
 import subprocess
 import tempfile
 import threading
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,8 +23,6 @@ import jax
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
 
-SOURCES = ("kernels.cc", "training.cc")
-HEADERS = ("attention.h", "product.h", "tasks.h")
 OPTIONS = (
     "-O3",
     "-march=native",
@@ -35,42 +35,62 @@ OPTIONS = (
 )
 LIMIT_S = 120.0
 """Longest time that the compiler may take."""
-NAMES = (
-    *("product", "rotate", "attend", "attend_new"),
-    *("flash", "flash_back", "choose", "choose_back"),
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What is built together."""
+
+    files: tuple[str, ...]  # the first is compiled, and includes the others
+    names: tuple[str, ...]
+
+
+SAMPLING = Kernels(
+    files=("kernels.cc", "attention.h", "product.h", "tasks.h"),
+    names=("product", "rotate", "attend", "attend_new"),
+)
+TRAINING = Kernels(
+    files=("training.cc", "tasks.h"),
+    names=("flash", "flash_back", "choose", "choose_back"),
 )
 
-_lock = threading.Lock()
+_locks = {SAMPLING: threading.Lock(), TRAINING: threading.Lock()}
 _log = logging.getLogger(__name__)
 
 
-def kernels_are_there() -> bool:
+def kernels_are_there(kernels: Kernels) -> bool:
     """Build and register the kernels, once in a process: return whether XLA can call them.
 
     Where they cannot be built, the log says why, and what to do.
     """
-    with _lock:  # samplers may be built side by side
-        return _are_there()
+    with _locks[kernels]:  # samplers may be built side by side
+        return _are_there(kernels)
 
 
 @functools.cache
-def _are_there() -> bool:
+def _are_there(kernels: Kernels) -> bool:
     if not is_written_for_this():
         return False  # nothing that a user could do about it
     try:
-        library = ctypes.cdll.LoadLibrary(str(_built()))
+        library = ctypes.cdll.LoadLibrary(str(_built(kernels)))
     except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
-        _log.warning(
-            "CPU kernels of our own cannot be built, XLA's programs are used: %s. Install g++ "
-            "(Debian: apt-get install g++), or set sampler.cpu_kernels and trainer.cpu_kernels to "
-            "false to say no more of it.",
-            in_a_line(error),
-        )
+        _warn(in_a_line(error))
         return False
-    for name in NAMES:
+    for name in kernels.names:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
         jax.ffi.register_ffi_target(target_of(name), call, platform="cpu")
     return True
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    """Say once why there are none: most likely neither can be built."""
+    _log.warning(
+        "CPU kernels of our own cannot be built, XLA's programs are used: %s. Install g++ "
+        "(Debian: apt-get install g++), or set sampler.cpu_kernels and trainer.cpu_kernels to "
+        "false to say no more of it.",
+        why,
+    )
 
 
 def target_of(name: str) -> str:
@@ -78,16 +98,16 @@ def target_of(name: str) -> str:
     return f"jaxrl_async.{name}"
 
 
-def _built() -> Path:
+def _built(kernels: Kernels) -> Path:
     """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
-    sources = [Path(__file__).with_name(name) for name in (*HEADERS, *SOURCES)]
+    sources = [Path(__file__).with_name(name) for name in kernels.files]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
     parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = _folder() / f"{key}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(compiler, sources[0], path)
     return path
 
 
@@ -105,7 +125,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Write the library to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -114,7 +134,7 @@ def _compile(compiler: str, path: Path) -> None:
             compiler,
             *OPTIONS,
             f"-isystem{jax.ffi.include_dir()}",
-            *(str(Path(__file__).with_name(name)) for name in SOURCES),
+            str(source),
             "-o",
             str(made),
         ]
