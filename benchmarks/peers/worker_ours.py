@@ -1,9 +1,15 @@
 """Run our sampler in a process of its own, like its peers.
 
-argv[2]: most samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache.
+argv[2]: most samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache. In huge
+pages, as the package's own commands.
 """
 
 import sys
+
+from jaxrl_async.huge_pages import start_with_huge_pages
+
+if __name__ == "__main__":
+    start_with_huge_pages()  # before JAX is there
 
 import jax
 from worker import Generate, serve

@@ -29,16 +29,19 @@ constexpr int64_t kAhead = 64;  // words of inputs that are fetched ahead
 constexpr int64_t kWidened = 32;  // words of inputs that are widened at a time
 
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 // ---- what a sum does with words of kLanes outputs: part<j> of them times the j-th of kInputs of
 // the row's numbers that belong to a word
 
 struct Single {
+  typedef Lanes Numbers;  // sums or words of kLanes outputs
+  static Lanes get(const float* p) { return load(p); }
+  static void put(float* p, Lanes numbers) { store(p, numbers); }
   static constexpr int kInputs = 1;
   template <int j>
   static Lanes part(Lanes words) { return words; }
-  static Lanes step(Lanes sum, float x, Lanes weights) { return sum + x * weights; }
+  static Lanes step(Lanes sum, const float* x, Lanes weights) { return sum + *x * weights; }
 };
 
 struct WidePairs : Single {
@@ -61,8 +64,8 @@ struct WideFours : Single {
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
 struct Pairs : Single {
-  static Lanes step(Lanes sum, float x, Lanes weights) {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)weights);
+  static Lanes step(Lanes sum, const float* x, Lanes weights) {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(*x), (__m512bh)weights);
   }
 };
 #else
@@ -72,9 +75,17 @@ typedef Single Pairs;
 
 #if defined(__AVX512VNNI__)
 constexpr bool kHasFours = true;
-struct Fours : Single {  // sums are int32
-  static Lanes step(Lanes sum, float x, Lanes weights) {
-    return (Lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)_mm512_set1_ps(x));
+struct Fours {
+  typedef Ints Numbers;
+  static Ints get(const float* p) { return *reinterpret_cast<const Ints*>(p); }
+  static void put(float* p, Ints numbers) { *reinterpret_cast<Ints*>(p) = numbers; }
+  static constexpr int kInputs = 1;
+  template <int j>
+  static Ints part(Ints words) { return words; }
+  static Ints step(Ints sum, const float* x, Ints weights) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
   }
 };
 #else
@@ -99,29 +110,30 @@ template <typename Op, int R, int P>
 void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
           int64_t depth, float* y, int64_t y_stride, bool first) {
   constexpr int kAll = P * kParts;
-  Lanes sums[R][kAll];
+  typedef typename Op::Numbers Numbers;
+  Numbers sums[R][kAll];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < kAll; ++p)
-      sums[r][p] = first ? Lanes{} : load(y + r * y_stride + p * kLanes);
+      sums[r][p] = first ? Numbers{} : Op::get(y + r * y_stride + p * kLanes);
   for (int64_t d = 0; d < depth; ++d) {
-    Lanes words[kAll];
+    Numbers words[kAll];
     for (int p = 0; p < kAll; ++p)
-      words[p] = load(panels + p / kParts * panel_stride + d * kPanel + p % kParts * kLanes);
+      words[p] = Op::get(panels + p / kParts * panel_stride + d * kPanel + p % kParts * kLanes);
     for (int p = 0; p < kAll * kLanes / 16; ++p)
       __builtin_prefetch(panels + p / 2 * panel_stride + (d + kAhead) * kPanel + p % 2 * 16);
     each_of<Op::kInputs>([&](auto input) __attribute__((always_inline)) {
       constexpr int j = decltype(input)::value;
-      Lanes weights[kAll];
+      Numbers weights[kAll];
       for (int p = 0; p < kAll; ++p) weights[p] = Op::template part<j>(words[p]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
         for (int p = 0; p < kAll; ++p)
-          sums[r][p] = Op::step(sums[r][p], x[r * x_stride + d * Op::kInputs + j], weights[p]);
+          sums[r][p] = Op::step(sums[r][p], x + r * x_stride + d * Op::kInputs + j, weights[p]);
     });
   }
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < kAll; ++p) store(y + r * y_stride + p * kLanes, sums[r][p]);
+    for (int p = 0; p < kAll; ++p) Op::put(y + r * y_stride + p * kLanes, sums[r][p]);
 }
 
 template <typename Op, int P, int R = P == 1 ? kRows : 2>
