@@ -253,13 +253,13 @@ def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
 
 
 def compiler_finding() -> Finding:
-    """Say whether the sampler's own CPU kernels can be built here."""
+    """Say whether the CPU kernels of our own can be built here."""
     try:
         return Finding("ok", f"compiler of CPU kernels: {compiler_here()}")
     except NotBuiltError as error:
         return Finding(
             "ok",
-            f"a sampler on this CPU computes by XLA's products, without its own kernels: {error}",
+            f"samplers and updates on this CPU compute by XLA's programs alone: {error}",
         )
 
 

@@ -92,9 +92,9 @@ class Push:
         return self.finish(self.move(params if self.is_cast(params) else self.cast(params)))
 
     def is_cast(self, params: Params) -> bool:
-        """Return whether each device has the shards that `move` takes of it, in the sampler's
-        dtypes: then nothing but a copy is left for `cast`."""
-        if self._shards is None or not self._conversion.keeps(params):
+        """Return whether each device has the shards that `move` takes of it to another one, in the
+        sampler's dtypes: then nothing but a copy is left for `cast`."""
+        if not self.crosses or not self._conversion.keeps(params):
             return False
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._shards), strict=True)
         return all(

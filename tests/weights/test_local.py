@@ -1,10 +1,14 @@
 """The push: right values in the right place, never through the host."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.schema import AxesSection
@@ -71,6 +75,47 @@ def test_the_source_may_be_donated_right_after_the_push() -> None:
         moved = push(params)
         params = scale(params)
         jax.tree.map(lambda m, p, n=turn: np.testing.assert_array_equal(m, p * 2**n), moved, PARAMS)
+
+
+def test_only_weights_that_need_no_cast_leave_for_other_devices_as_they_are() -> None:
+    table = weight_table(SPEC)
+
+    def is_cast(name: str, **more: Any) -> bool:
+        slices = make_slices(SLICES[name])
+        source = shardings(table, slices.trainer, TRAINER_RULES)
+        push = Push(source, shardings(table, slices.sampler, SAMPLER_RULES), **more)
+        return push.is_cast(jax.device_put(PARAMS, source))
+
+    assert is_cast("1 to 1") and is_cast("1 to 1", dtype=jnp.float32)
+    assert not is_cast("1 to 1", dtype=jnp.bfloat16)
+    assert not is_cast("1 to 1", convert=lambda params: params)
+    assert not is_cast("fsdp 2 x tensor 2 to tensor 4")
+    assert not is_cast("colocated"), "the sampler would hold what the trainer donates"
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_large_weights_arrive_as_they_were_though_the_source_is_donated_at_once(
+    under_way: bool,
+) -> None:
+    """Also while the program that makes them still runs."""
+    here, there = jax.devices()[:2]
+    source, target = (
+        {"w": NamedSharding(Mesh(np.array([d]), ("x",)), PartitionSpec())} for d in (here, there)
+    )
+    push = Push(source, target)
+    loops = 20 if under_way else 0
+
+    @partial(jax.jit, donate_argnums=0)
+    def moved_on(params: Any) -> Any:
+        slow = jax.lax.fori_loop(0, loops, lambda _, y: y @ y, jnp.eye(300))
+        return {"w": params["w"] + slow[0, 0]}
+
+    params = {"w": jax.device_put(jnp.zeros((1500, 1500)), here)}
+    for turn in range(8):
+        assert push.is_cast(params)
+        sent = push(params)
+        params = moved_on(params)
+        assert (np.asarray(sent["w"]) == turn).all()
 
 
 def test_the_push_casts_to_the_samplers_type() -> None:

@@ -130,6 +130,10 @@ class SharedPush:
             self._of, self._copy = first, self._push.cast(params)
         return self._copy
 
+    def is_cast(self, params: Params) -> bool:
+        """Return False: the trainer goes on to change the weights while servers read the copy."""
+        return False
+
     def move(self, cast: Params) -> Params:
         """Return the copy itself."""
         return cast
