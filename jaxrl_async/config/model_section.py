@@ -31,6 +31,7 @@ FamilyName = Literal[
     "deepseek_v3",
     "qwen3_next",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
 ]
 """The model_type of each family in model.families.registry."""
 ROUTED_FAMILIES: tuple[FamilyName, ...] = (
@@ -42,6 +43,7 @@ ROUTED_FAMILIES: tuple[FamilyName, ...] = (
     "deepseek_v2",
     "deepseek_v3",
     "qwen3_next",
+    "qwen3_5_moe_text",
 )
 """Those with experts."""
 
@@ -63,12 +65,12 @@ class ArchitectureSection(Section):
     head_dim: Positive = 32
     """Width of a head. Of deepseek_v2 and deepseek_v3 half of it turns, values are as wide as the
     rest, and the ranks are 4 (queries) and 2 (keys and values) times it. The delta nets of
-    qwen3_next and qwen3_5_text have kv_heads key heads and `heads` value heads of this width."""
+    qwen3_next and Qwen3.5's have kv_heads key heads and `heads` value heads of this width."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
     """Experts per layer, for the families that have them (qwen3_moe, mixtral, gpt_oss, glm4_moe,
-    qwen2_moe, deepseek_v2, deepseek_v3, qwen3_next); 0: a dense MLP."""
+    qwen2_moe, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_moe_text); 0: a dense MLP."""
     experts_per_token: Positive = 2
     """Experts that each token is routed to."""
     window: Positive | None = None

@@ -1,6 +1,6 @@
 """Hugging Face directories: read safetensors straight onto the mesh, and write them.
 
-The only module that imports safetensors.
+Beside it only stored_tensors.py, which opens them, imports safetensors.
 
 A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it
 holds, so that no host copy of the whole model ever exists.
@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,52 +19,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
-from jaxrl_async.model.mxfp4 import (
-    BLOCKS,
-    SCALES,
-    PackedTensor,
-    packed_names,
-    whole_of,
-    without_packed,
-)
+from jaxrl_async.model.mxfp4 import PackedTensor
 from jaxrl_async.model.own_code import OwnCode, save_code
 from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
-from jaxrl_async.model.tensorfile import Stored, read_header
+from jaxrl_async.model.stored_tensors import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    file_names,
+    open_files,
+    open_tensors,
+    read_json,
+)
 
 log = logging.getLogger(__name__)
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _NUMBER = {"layers": "layer", "expert": "expert"}
 """Stacked dimension -> the field of its number in a tensor's name."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 GENERATION = "generation_config.json"
 """How transformers and servers draw from the model: end tokens, temperature and more."""
 MAX_FILE_BYTES = 4 * 1024**3
-MAX_JSON_BYTES = 64 * 1024**2
-"""Longest config.json or index that is read."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and no model uses."""
 DRAFTS = "mtp."
 """Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
-TEXT_PARTS = {
-    "language_model.model.": "model.",
-    "model.language_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-"""What names of a text model's tensors begin with in a model with images, and by itself."""
-
-HEADS = ("lm_head.weight", "score.weight", "score.bias")
-"""Tensors behind the last layer, whatever stands before the names of others."""
-
 ReadWeight = Callable[[Weight, Any, Any], Array]
 """(weight, its sharding, dtype) -> the weight on its devices."""
 
@@ -85,13 +70,13 @@ def load_spec(folder: Path) -> ModelSpec:
             f"{folder}: there is no such folder; it is looked for from {Path.cwd()}. Give the "
             "directory of a Hugging Face model, or its name on the hub, OWNER/NAME."
         )
-    return spec_from_hf(_read_json(file), str(file))
+    return spec_from_hf(read_json(file), str(file))
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
     """Read generation_config.json; empty if there is none. Raises CheckpointError."""
     file = folder / GENERATION
-    return _read_json(file) if file.exists() else {}
+    return read_json(file) if file.exists() else {}
 
 
 def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]) -> None:
@@ -107,14 +92,14 @@ def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises CheckpointError."""
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def read_tensors(folder: Path, chosen: Callable[[str], bool]) -> dict[str, np.ndarray]:
     """Read the tensors of a directory whose names are chosen, as they are stored. Raises
     CheckpointError."""
     with ExitStack() as files:
-        there = {n: t for n, t in _open_files(folder, files, SINGLE).items() if chosen(n)}
+        there = {n: t for n, t in open_files(folder, files, SINGLE).items() if chosen(n)}
         if coded := sorted(n for n, t in there.items() if t.stored.dtype not in DTYPES):
             raise CheckpointError(f"{folder}: {coded[0]} is quantised, which is not supported.")
         return {name: np.asarray(t.file.get_tensor(t.name)) for name, t in there.items()}
@@ -124,7 +109,8 @@ def check_params(folder: str | Path, spec: ModelSpec) -> None:
     """Compare the directory's tensors with the model's without reading them. Raises
     CheckpointError."""
     with ExitStack() as files:
-        _check(Path(folder), weight_table(spec), _open_all(Path(folder), files))
+        table = weight_table(spec)
+        _check(Path(folder), table, open_tensors(Path(folder), files, _wanted(table)))
 
 
 def load_params(
@@ -137,7 +123,7 @@ def load_params(
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights. Raises CheckpointError."""
-    return [folder / name for name in _file_names(folder, SINGLE)]
+    return [folder / name for name in file_names(folder, SINGLE)]
 
 
 def load_weights(
@@ -170,7 +156,7 @@ def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[Rea
     """Open a directory whose tensors are those of a table, compared as load_weights does; yield
     what reads one weight, or one layer of it under its name in the file. Raises CheckpointError."""
     with ExitStack() as files:
-        tensors = _open_all(folder, files, single)
+        tensors = open_tensors(folder, files, _wanted(table), single)
         _check(folder, table, tensors)
         yield lambda weight, sharding, dtype: _load(weight, tensors, sharding, dtype)
 
@@ -230,7 +216,7 @@ def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read PEFT's adapter_config.json. Raises CheckpointError."""
-    return _read_json(folder / ADAPTER_CONFIG)
+    return read_json(folder / ADAPTER_CONFIG)
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
@@ -251,120 +237,17 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
 # ---- reading
 
 
-class _Tensor(NamedTuple):
-    """A stored tensor, the open file that reads it, and its name there."""
-
-    stored: Stored
-    file: Any
-    name: str
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        if file.exists() and not file.is_file():
-            raise CheckpointError(f"{file}: is not a file. Copy the model's directory again.")
-        with file.open("rb") as stream:
-            content = json.loads(stream.read(MAX_JSON_BYTES + 1).decode())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file}: not found. model.path must be a Hugging Face directory with config.json and "
-            "*.safetensors."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is not JSON: {error}. Copy the file again.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object. Copy the file again.")
-    return content
-
-
-def _file_names(folder: Path, single: str) -> list[str]:
-    """Return the files that hold the weights. Raises CheckpointError."""
-    if single != SINGLE or not (folder / INDEX).exists():
-        if not (folder / single).exists():
-            raise CheckpointError(f"{folder}: no {single} here. {_advice(folder)}")
-        return [single]
-    named = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
-    for name in named.values():
-        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{folder / INDEX}: names the file {str(name)[:80]!r}, which is not a "
-                "*.safetensors in this folder. Copy the file again."
-            )
-    return sorted(set(named.values()))
-
-
-def _advice(folder: Path) -> str:
-    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
-        p.name for p in folder.glob("*.pt*")
-    )
-    if not pickles:
-        return "Copy the whole directory, or save the model with save_pretrained."
-    return (
-        f"{pickles[0]} may be a pickle, which can run any code and is never loaded. Convert it "
-        "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
-    )
-
-
-def _open_all(folder: Path, files: ExitStack, single: str = SINGLE) -> dict[str, _Tensor]:
-    """Open all files; return each tensor of the text model by name. Raises CheckpointError."""
-    return _text_part(_made_whole(_open_files(folder, files, single)))
-
-
-def _open_files(folder: Path, files: ExitStack, single: str) -> dict[str, _Tensor]:
-    """Open all files; return each tensor by its name there. Raises CheckpointError."""
-    tensors: dict[str, _Tensor] = {}
-    for name in _file_names(folder, single):
-        path = folder / name
-        header = read_header(path)
-        if twice := sorted(header.keys() & tensors.keys()):
-            raise CheckpointError(
-                f"{path}: holds {twice[0]}, which another file holds too. Remove the files that "
-                f"are not part of this model, and correct {INDEX}."
-            )
-        try:
-            file = files.enter_context(safe_open(path, framework="numpy"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be read as safetensors: {error}. Copy the file again."
-            ) from None
-        tensors |= {name: _Tensor(stored, file, name) for name, stored in header.items()}
-    return tensors
-
-
-def _made_whole(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
-    """Return the tensors, of those in MXFP4 what their two parts stand for. Raises
-    CheckpointError."""
-    packed = packed_names(tensors)
-    made = {}
-    for name in packed:
-        blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]
-        file = PackedTensor((blocks.file, blocks.name), (scales.file, scales.name))
-        made[name] = _Tensor(whole_of(name, blocks.stored, scales.stored), file, name)
-    return without_packed(tensors, packed) | made
-
-
-def _text_part(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
-    """Return the tensors by the names of a text model: of a model with images, its text part and
-    its head."""
-    parts = {
-        new + name.removeprefix(old): tensor
-        for name, tensor in tensors.items()
-        for old, new in TEXT_PARTS.items()
-        if name.startswith(old)
-    }
-    if not parts:
-        return tensors
-    return parts | {n: t for n, t in tensors.items() if n in HEADS}
-
-
-def _check(folder: Path, table: Any, tensors: Mapping[str, _Tensor]) -> None:
-    wanted = {
+def _wanted(table: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a table's tensors in files, by their names there."""
+    return {
         name: weight.hf_shape
         for weight in jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
         for name in _names(weight)
     }
+
+
+def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> None:
+    wanted = _wanted(table)
     missing = sorted(wanted.keys() - tensors.keys())
     extra = sorted(
         n
@@ -398,7 +281,7 @@ def _without_drafts(folder: Path, table: Any, names: list[str]) -> list[str]:
     """Return the names that are not of the layers behind the last one which predict more tokens
     (GLM-4.5's num_nextn_predict_layers); this decoder has none."""
     file = folder / "config.json"
-    more = _read_json(file).get("num_nextn_predict_layers") if file.exists() else None
+    more = read_json(file).get("num_nextn_predict_layers") if file.exists() else None
     if type(more) is not int or more < 1:
         return names
     layers = sum(len(next(iter(table[stack].values())).numbers) for stack in stacks_in(table))
@@ -426,7 +309,7 @@ def _names(weight: Weight) -> list[str]:
     return [weight.hf.format(**dict(zip(axes, each, strict=True))) for each in numbers]
 
 
-def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: Any) -> Array:
+def _load(weight: Weight, tensors: Mapping[str, StoredTensor], sharding: Any, dtype: Any) -> Array:
     """Load one weight onto its devices; each device's part is read by itself."""
     stacked = named(weight)
     numbered, shape = weight.shape[:stacked], weight.shape[stacked:]
@@ -442,7 +325,11 @@ def _load(weight: Weight, tensors: Mapping[str, _Tensor], sharding: Any, dtype: 
 
 
 def _slice(
-    weight: Weight, shape: tuple[int, ...], tensor: _Tensor, name: str, index: tuple[slice, ...]
+    weight: Weight,
+    shape: tuple[int, ...],
+    tensor: StoredTensor,
+    name: str,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """Read a slice of one stored tensor: stored as [out, in], returned as [in, ...]; an embedding
     is stored as it is returned.
@@ -468,7 +355,7 @@ def _slice(
 
 
 def _of_all_experts(
-    tensor: _Tensor, every: tuple[int, int], shape: tuple[int, ...], index: tuple[slice, ...]
+    tensor: StoredTensor, every: tuple[int, int], shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
     """Read a slice of a tensor that holds all experts of a layer: the wanted experts alone.
 

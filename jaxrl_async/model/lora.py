@@ -165,8 +165,9 @@ def adapter_table(spec: ModelSpec, lora: Lora, *, one_input: bool = False) -> di
 def joined_modules(spec: ModelSpec, lora: Lora) -> dict[str, int]:
     """Return how many adapted matrices each module joins that joins several, by the end of its
     name."""
-    ends = [module.rpartition(".")[2] for module in modules_of(spec, lora).values()]
-    return {end: ends.count(end) for end in ends if ends.count(end) > 1}
+    modules = list(modules_of(spec, lora).values())
+    counts = {module: modules.count(module) for module in modules}
+    return {module.rpartition(".")[2]: n for module, n in counts.items() if n > 1}
 
 
 def _adapter_stack(weights: dict[str, Weight], lora: Lora, one_input: bool) -> dict[str, Weight]:

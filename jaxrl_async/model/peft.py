@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
 from jaxrl_async.errors import CheckpointError, ConfigError
+from jaxrl_async.model.families.family import HF_NAMES
 from jaxrl_async.model.hf import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -22,14 +23,16 @@ from jaxrl_async.model.hf import (
 )
 from jaxrl_async.model.lora import Lora, adapter_table, joined_modules, lora_of, modules_of
 from jaxrl_async.model.peft_experts import (
+    ONE_BY_ONE,
     as_filed,
-    expert_tensors,
+    expert_ends,
     file_table,
     from_filed,
     target_parameters,
     with_targets,
 )
 from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.model.tensorfile import read_header
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +63,18 @@ def save_peft(
 
     base: the directory or name of the model that it changes; None: it has none.
     """
-    experts = expert_tensors(spec, lora)
-    if experts and lora.dropout:
+    parameters = target_parameters(spec, lora)
+    if parameters and lora.dropout:
         log.info(
             "%s: lora_dropout is written as 0, not %g: PEFT has none for experts, and it matters "
             "to training alone",
             folder,
             lora.dropout,
         )
-    of_experts = {name for names in experts.values() for name in names}
-    modules = {m for name, m in modules_of(spec, lora).items() if name not in of_experts}
+    ends = {module.rpartition(".")[2] for module in modules_of(spec, lora).values()}
+    if parameters:
+        ends -= {HF_NAMES["expert_" + name].rpartition(".")[2] for name in ONE_BY_ONE}
+        ends -= expert_ends(spec)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -77,15 +82,15 @@ def save_peft(
         "r": lora.rank,
         "lora_alpha": lora.scale * _divisor(lora, lora.rank),
         "use_rslora": lora.rslora,
-        "lora_dropout": 0.0 if experts else lora.dropout,
+        "lora_dropout": 0.0 if parameters else lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         **_of_joined(spec, lora),
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted(ends),
     }
-    if experts:
-        config["target_parameters"] = list(target_parameters(spec, lora))
+    if parameters:
+        config["target_parameters"] = list(parameters)
     save_adapter(folder, config, file_table(spec, lora), as_filed(spec, lora, adapter))
 
 
@@ -125,7 +130,7 @@ def load_peft(
     lora = _adapted(spec, config, where)
     ours = _of_joined(spec, lora)
     for key, what in UNSUPPORTED.items():
-        if config.get(key) and config[key] != ours.get(key):
+        if config.get(key) and not _are(config[key], ours.get(key)):
             raise CheckpointError(f"{where}: {key} ({what}) is not supported.")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{where}: bias {config['bias']!r} is not supported, only none.")
@@ -135,12 +140,34 @@ def load_peft(
             f"{where}: init_lora_weights {made!r} has changed the base that this adapter is of. "
             "Convert it: PEFT's save_pretrained(FOLDER, path_initial_model_for_weight_conversion=)."
         )
-    filed = file_table(spec, lora, one_input=not config.get("rank_pattern"))
+    together = has_together(folder / ADAPTER)
+    one_input = not config.get("rank_pattern")
+    filed = file_table(spec, lora, one_input=one_input, one_by_one=together)
     read = load_weights(folder, filed, shardings_of and shardings_of(filed), dtype, single=ADAPTER)
-    if not expert_tensors(spec, lora):
+    if not together:
         return lora, read
     where_to = shardings_of and shardings_of(adapter_table(spec, lora))
-    return lora, jax.jit(partial(from_filed, spec, lora), out_shardings=where_to)(read)
+    divided = partial(from_filed, spec, lora, one_by_one=True)
+    return lora, jax.jit(divided, out_shardings=where_to)(read)
+
+
+def has_together(file: Path) -> bool:
+    """Return whether an adapter's file holds all experts of a layer in one tensor. Raises
+    CheckpointError."""
+    ends = (".experts.lora_A.weight", ".experts.base_layer.lora_A.weight")
+    return file.exists() and any(name.endswith(ends) for name in read_header(file))
+
+
+def _are(said: Any, ours: Any) -> bool:
+    """Return whether a setting is the one that is computed here; rank_pattern and alpha_pattern may
+    have the ends of names, as PEFT writes those that it makes itself (".*\\.gate_up_proj")."""
+    if not isinstance(said, dict) or not isinstance(ours, dict) or len(said) != len(ours):
+        return bool(said == ours)
+    ends = {str(key).removeprefix(r".*\.").replace("\\", ""): value for key, value in said.items()}
+    return all(
+        any(name == end or name.endswith("." + end) for end in ends if ends[end] == value)
+        for name, value in ours.items()
+    )
 
 
 def _adapted(spec: ModelSpec, config: dict[str, Any], where: Path) -> Lora:

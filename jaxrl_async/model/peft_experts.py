@@ -1,16 +1,18 @@
-"""The experts' part of an adapter as PEFT has it (target_parameters), of models whose files hold
-all experts of a layer in one tensor.
+"""The experts' part of an adapter as PEFT has it (target_parameters): transformers holds all
+experts of a layer in one tensor, whatever files do.
 
     lora_A [E * R, in]     expert e: rows e * R to e * R + R
     lora_B [out, R * E]    expert e: columns e, e + E, ...
 
 PEFT wraps each such tensor, the second one around the first. gate and up are one tensor: with A of
-their own, R is twice the rank, and B has them in blocks.
+their own, R is twice the rank, and B has them in blocks. Where files hold experts one by one, so
+does the adapter that is written here: PEFT joins them as transformers does the weights. One that
+PEFT wrote has them together.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -26,24 +28,103 @@ from jaxrl_async.model.spec import (
     weight_table,
 )
 
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""transformers' tensors of all experts of a layer."""
+ONE_BY_ONE = {"gate": (GATE_UP, 0), "up": (GATE_UP, 1), "down": (DOWN, 0)}
+"""Where transformers holds experts of files that hold each by itself: the tensor, and which part of
+its outputs."""
 
-def expert_tensors(spec: ModelSpec, lora: Lora) -> dict[str, tuple[str, ...]]:
-    """Return the adapted weights in tensors of all experts, by the names of these tensors with
-    {layer}, in the order of the model; empty: files hold experts one by one, or none is adapted."""
+
+class ExpertTensor(NamedTuple):
+    """The adapted weights in one tensor of all experts."""
+
+    parts: dict[str, slice]  # of its outputs, by the names of the weights
+    outputs: int
+
+
+def expert_tensors(
+    spec: ModelSpec, lora: Lora, *, one_by_one: bool = False
+) -> dict[str, ExpertTensor]:
+    """Return the tensors of all experts that an adapter changes, by their names with {layer}, in
+    the order of the model.
+
+    one_by_one: also of a model whose files hold experts one by one.
+    """
+    found: dict[str, ExpertTensor] = {}
     table = weight_table(spec)
-    found: dict[str, list[str]] = {}
     for stack in stacks_in(table):
         for name, weight in table[stack].items():
-            if weight.hf_every is not None and name in lora.names:
-                found.setdefault(weight.hf, []).append(name)
-    return {tensor: tuple(names) for tensor, names in found.items()}
+            place = _place(name, weight, one_by_one=one_by_one)
+            if place is not None and name in lora.names:
+                tensor, outputs, part = place
+                found.setdefault(tensor, ExpertTensor({}, outputs)).parts[name] = part
+    return found
+
+
+def _place(name: str, weight: Weight, *, one_by_one: bool) -> tuple[str, int, slice] | None:
+    """Return the tensor of all experts that holds a weight, its outputs and those of the weight;
+    None: there is none."""
+    if weight.hf_every is not None:
+        return weight.hf, weight.hf_shape[-1], slice(weight.hf_every[0], None, weight.hf_every[1])
+    if not one_by_one or name not in ONE_BY_ONE or "expert" not in weight.axes:
+        return None
+    tensor, part = ONE_BY_ONE[name]
+    size = weight.shape[-1]
+    outputs = size * (2 if tensor == GATE_UP else 1)
+    return f"model.layers.{{layer}}.{tensor}", outputs, slice(part * size, (part + 1) * size)
 
 
 def target_parameters(spec: ModelSpec, lora: Lora) -> dict[str, int]:
-    """Return PEFT's names of the adapted tensors of all experts, and how many matrices with an A of
-    their own each has."""
-    tensors = expert_tensors(spec, lora)
-    return {name.partition("{layer}.")[2]: len(parts) for name, parts in tensors.items()}
+    """Return what PEFT must be given as target_parameters, and how many matrices with an A of their
+    own each has; empty: it is right about target_modules.
+
+    PEFT 0.21 takes the names that experts have in files, wherever it finds them in target_modules,
+    for the experts'. Where modules beside the experts have them, too (one that all tokens use, a
+    layer without experts), these are named as parameters as well: a matrix may be one.
+    """
+    ours = _after_layer(expert_tensors(spec, lora))
+    if ours:
+        return ours
+    beside = beside_experts(spec, lora)
+    every = _after_layer(expert_tensors(spec, lora, one_by_one=True))
+    return {**every, **{f"{module}.weight": 1 for module in beside}} if beside else {}
+
+
+def _after_layer(tensors: Mapping[str, ExpertTensor]) -> dict[str, int]:
+    return {name.partition("{layer}.")[2]: len(t.parts) for name, t in tensors.items()}
+
+
+def beside_experts(spec: ModelSpec, lora: Lora) -> list[str]:
+    """Return the adapted modules that PEFT would take for experts, as they are named within a
+    layer."""
+    ends = expert_ends(spec)
+    return sorted(
+        {
+            module
+            for name, weight in _weights(spec)
+            if name in lora.names and "expert" not in weight.axes
+            if (module := _within_layer(weight)).rpartition(".")[2] in ends
+        }
+    )
+
+
+def expert_ends(spec: ModelSpec) -> set[str]:
+    """Return the ends of the names of experts' modules, of files that hold experts one by one."""
+    return {
+        _within_layer(weight).rpartition(".")[2]
+        for name, weight in _weights(spec)
+        if _place(name, weight, one_by_one=True) and weight.hf_every is None
+    }
+
+
+def _weights(spec: ModelSpec) -> list[tuple[str, Weight]]:
+    """Return the weights of all stacks with their names."""
+    table = weight_table(spec)
+    return [pair for stack in stacks_in(table) for pair in table[stack].items()]
+
+
+def _within_layer(weight: Weight) -> str:
+    return weight.hf.partition("{layer}.")[2].removesuffix(".weight")
 
 
 def with_targets(spec: ModelSpec, lora: Lora, wanted: Iterable[str]) -> Lora | None:
@@ -52,76 +133,88 @@ def with_targets(spec: ModelSpec, lora: Lora, wanted: Iterable[str]) -> Lora | N
 
     lora: with all modules that it changes, and maybe experts.
     """
-    of_experts = expert_tensors(
-        spec, dataclasses.replace(lora, names=tuple(_experts_of(weight_table(spec))))
-    )
+    every = [name for name, weight in _weights(spec) if weight.init == "normal"]
+    whole = dataclasses.replace(lora, names=tuple(every))
+    places = {
+        tensor: set(found.parts)
+        for tensor, found in expert_tensors(spec, whole, one_by_one=True).items()
+    }
+    for name, weight in _weights(spec):
+        if name in every and "expert" not in weight.axes:
+            places.setdefault(f"{_within_layer(weight)}.weight", set()).add(name)
     chosen: set[str] = set()
     for target in wanted:
-        found = [t for t in of_experts if t == target or t.endswith(f".{target}")]
+        found = [t for t in places if t == target or t.endswith(f".{target}")]
         if not found:
             return None
-        chosen.update(name for tensor in found for name in of_experts[tensor])
-    outside = {name for names in of_experts.values() for name in names} - chosen
-    modules = [name for name in lora.names if name not in outside and name not in chosen]
-    order = [name for names in of_experts.values() for name in names if name in chosen]
-    return dataclasses.replace(lora, names=(*modules, *order))
+        chosen.update(name for tensor in found for name in places[tensor])
+    together = {name for t in expert_tensors(spec, whole).values() for name in t.parts}
+    kept = {name for name in lora.names if name not in together} | chosen
+    return dataclasses.replace(lora, names=tuple(dict.fromkeys(n for n in every if n in kept)))
 
 
-def _experts_of(table: dict[str, Any]) -> list[str]:
-    """Return the names of the matrices that files hold in tensors of all experts."""
-    stacks = (table[stack] for stack in stacks_in(table))
-    return [
-        name
-        for weights in stacks
-        for name, weight in weights.items()
-        if weight.hf_every is not None and weight.init == "normal"
-    ]
+def file_table(
+    spec: ModelSpec, lora: Lora, *, one_input: bool = False, one_by_one: bool = False
+) -> dict[str, Any]:
+    """Return the adapter's weights as files have them.
 
-
-def file_table(spec: ModelSpec, lora: Lora, *, one_input: bool = False) -> dict[str, Any]:
-    """Return the adapter's weights as files have them; one_input: see lora.adapter_table."""
+    Args:
+        spec: of the decoder.
+        lora: what is adapted.
+        one_input: see lora.adapter_table.
+        one_by_one: files hold experts one by one, and the adapter's file has them together.
+    """
     table = adapter_table(spec, lora, one_input=one_input)
     whole = weight_table(spec)
-    tensors = expert_tensors(spec, lora)
-    for nth, (tensor, names) in enumerate(tensors.items()):
+    tensors = expert_tensors(spec, lora, one_by_one=one_by_one)
+    for nth, (tensor, (parts, outputs)) in enumerate(tensors.items()):
         inner = ".base_layer" * (len(tensors) - 1 - nth)
         module = PEFT_PREFIX + tensor.rpartition(".")[0] + inner
-        stack = next(s for s in stacks_in(whole) if names[0] in whole[s])
-        weight = whole[stack][names[0]]
-        layers, experts, inputs = weight.shape[:3]
-        ranks = experts * lora.rank * (1 if one_input else len(names))
-        for name in names:
-            del table[stack][name + LORA_A], table[stack][name + LORA_B]
-        table[stack][names[0] + LORA_A] = Weight(
-            shape=(layers, inputs, ranks), axes=("layers", "", ""), init="uniform",
-            hf=f"{module}.lora_A.weight", hf_shape=(ranks, inputs), numbers=weight.numbers,
-        )  # fmt: skip
-        table[stack][names[0] + LORA_B] = Weight(
-            shape=(layers, ranks, weight.hf_shape[-1]), axes=("layers", "", ""), init="off",
-            hf=f"{module}.lora_B.weight", hf_shape=(weight.hf_shape[-1], ranks),
-            numbers=weight.numbers,
-        )  # fmt: skip
+        for stack in _stacks_with(whole, tuple(parts)):
+            for name in parts:
+                del table[stack][name + LORA_A], table[stack][name + LORA_B]
+            first = next(iter(parts))
+            layers, experts, inputs = whole[stack][first].shape[:3]
+            numbers = whole[stack][first].numbers
+            ranks = experts * lora.rank * (1 if one_input else len(parts))
+            table[stack][first + LORA_A] = Weight(
+                shape=(layers, inputs, ranks), axes=("layers", "", ""), init="uniform",
+                hf=f"{module}.lora_A.weight", hf_shape=(ranks, inputs), numbers=numbers,
+            )  # fmt: skip
+            table[stack][first + LORA_B] = Weight(
+                shape=(layers, ranks, outputs), axes=("layers", "", ""), init="off",
+                hf=f"{module}.lora_B.weight", hf_shape=(outputs, ranks), numbers=numbers,
+            )  # fmt: skip
     return table
+
+
+def _stacks_with(table: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Return the stacks whose layers have experts of these names."""
+    stacks = (s for s in stacks_in(table) if names[0] in table[s])
+    return [stack for stack in stacks if "expert" in table[stack][names[0]].axes]
 
 
 def as_filed(spec: ModelSpec, lora: Lora, adapter: Params) -> Params:
     """Return an adapter in the tree of file_table, each matrix with an A of its own."""
     filed = {stack: dict(weights) for stack, weights in adapter.items()}
     whole = weight_table(spec)
-    for names in expert_tensors(spec, lora).values():
-        stack = next(s for s in stacks_in(whole) if names[0] in whole[s])
-        layers = filed[stack]
-        inputs = jnp.concatenate([layers.pop(name + LORA_A) for name in names], axis=-1)
-        blocks = []
-        for name in names:
-            own = layers.pop(name + LORA_B)
-            first, step = whole[stack][name].hf_every or (0, 1)
-            wide = jnp.zeros((*own.shape[:-1], whole[stack][name].hf_shape[-1]), own.dtype)
-            blocks.append(wide.at[..., first::step].set(own))
-        outputs = jnp.concatenate(blocks, axis=-2)
-        layers[names[0] + LORA_A] = _flat(inputs.transpose(0, 2, 1, 3), last=True)
-        layers[names[0] + LORA_B] = _flat(outputs.transpose(0, 2, 1, 3), last=False)
+    for parts, outputs in expert_tensors(spec, lora).values():
+        for stack in _stacks_with(whole, tuple(parts)):
+            _join(filed[stack], parts, outputs)
     return filed
+
+
+def _join(layers: Params, parts: dict[str, slice], outputs: int) -> None:
+    """Put the parts of a tensor's adapter in a stack together."""
+    inputs = jnp.concatenate([layers.pop(name + LORA_A) for name in parts], axis=-1)
+    blocks = []
+    for name, part in parts.items():
+        own = layers.pop(name + LORA_B)
+        wide = jnp.zeros((*own.shape[:-1], outputs), own.dtype)
+        blocks.append(wide.at[..., part].set(own))
+    first, whole = next(iter(parts)), jnp.concatenate(blocks, axis=-2)
+    layers[first + LORA_A] = _flat(inputs.transpose(0, 2, 1, 3), last=True)
+    layers[first + LORA_B] = _flat(whole.transpose(0, 2, 1, 3), last=False)
 
 
 def _flat(x: Array, *, last: bool) -> Array:
@@ -130,23 +223,28 @@ def _flat(x: Array, *, last: bool) -> Array:
     return x.reshape((a, b, c * d) if last else (a, b * c, d))
 
 
-def from_filed(spec: ModelSpec, lora: Lora, filed: Params) -> Params:
-    """Return an adapter in the tree of lora.adapter_table; an A that gate and up share is in
-    both."""
+def from_filed(spec: ModelSpec, lora: Lora, filed: Params, *, one_by_one: bool = False) -> Params:
+    """Return an adapter in the tree of lora.adapter_table; an A that gate and up share is in both.
+
+    one_by_one: as of file_table.
+    """
     adapter = {stack: dict(weights) for stack, weights in filed.items()}
     whole = weight_table(spec)
-    for names in expert_tensors(spec, lora).values():
-        stack = next(s for s in stacks_in(whole) if names[0] in whole[s])
-        layers = adapter[stack]
-        experts = whole[stack][names[0]].shape[1]
-        a, b = (layers.pop(names[0] + end) for end in (LORA_A, LORA_B))
-        a = a.reshape(*a.shape[:2], experts, -1).transpose(0, 2, 1, 3)
-        b = b.reshape(b.shape[0], -1, experts, b.shape[-1]).transpose(0, 2, 1, 3)
-        shares = a.shape[-1] == lora.rank
-        for nth, name in enumerate(names):
-            first, step = whole[stack][name].hf_every or (0, 1)
-            start = 0 if shares else nth * lora.rank
-            own = slice(start, start + lora.rank)
-            layers[name + LORA_A] = a[..., own]
-            layers[name + LORA_B] = b[..., own, first::step]
+    for parts, _ in expert_tensors(spec, lora, one_by_one=one_by_one).values():
+        for stack in _stacks_with(whole, tuple(parts)):
+            _divide(adapter[stack], parts, lora.rank, whole[stack][next(iter(parts))].shape[1])
     return adapter
+
+
+def _divide(layers: Params, parts: dict[str, slice], rank: int, experts: int) -> None:
+    """Put each part of a tensor's adapter in a stack by itself."""
+    first = next(iter(parts))
+    a, b = (layers.pop(first + end) for end in (LORA_A, LORA_B))
+    a = a.reshape(*a.shape[:2], experts, -1).transpose(0, 2, 1, 3)
+    b = b.reshape(b.shape[0], -1, experts, b.shape[-1]).transpose(0, 2, 1, 3)
+    shares = a.shape[-1] == rank
+    for nth, (name, part) in enumerate(parts.items()):
+        start = 0 if shares else nth * rank
+        own = slice(start, start + rank)
+        layers[name + LORA_A] = a[..., own]
+        layers[name + LORA_B] = b[..., own, part]

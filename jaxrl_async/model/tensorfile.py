@@ -70,6 +70,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     return parse_header(header, size - 8 - header_bytes, path)
 
 
+def data_offset(path: Path) -> int:
+    """Return where the data of a file begins whose header was read, in bytes."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
 def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored]:
     """Return the tensors that a header describes.
 

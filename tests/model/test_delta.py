@@ -141,7 +141,7 @@ def test_a_config_is_read_as_it_was_written_and_what_is_missing_is_refused() -> 
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
-        ({"model_type": "qwen3_5_moe"}, "qwen3_5_moe"),
+        ({"model_type": "qwen4_exp"}, "qwen4_exp"),
     ):
         with pytest.raises(CheckpointError, match=said):
             spec_from_hf({**config, **change}, "config.json")

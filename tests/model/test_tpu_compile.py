@@ -133,6 +133,17 @@ def test_a_sampler_with_latent_attention_gathers_its_pages(programs):
     assert "kernels" in programs["sampler prefill of deepseek_v3"]
 
 
+def test_gated_delta_nets_compile_for_both_sides(programs):
+    """Beside attention in one of four layers, whose kernels are as ever, and the experts' products;
+    heads of 256 are too wide for the paged kernel, and gather their pages."""
+    assert programs["step of qwen3_next"]["kernels"] > 4
+    assert programs["step of qwen3_5 on context"]["kernels"] == 4
+    block = programs["sampler block of qwen3_next"]
+    assert block["kernels"] > 1 and block["pages_bytes"] == 256 * 32 * 1 * 2 * 2 * 128 * 2
+    assert programs["sampler prefill of qwen3_next"]["kernels"] > 1
+    assert programs["sampler block of qwen3_5 in nf4"]["kernels"] == 0
+
+
 def test_both_sides_of_a_base_in_four_bits_compile(programs):
     """Attention and the experts of the trainer in kernels, the sampler's pages as ever."""
     assert programs["step of nf4"]["kernels"] > 8

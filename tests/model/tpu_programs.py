@@ -270,7 +270,7 @@ def sampler_program(
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
-        mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
+        mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -292,9 +292,9 @@ def sampler_program(
         ints = np.zeros(n, np.int32)
         chunk = PrefillArgs(
             ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
-            np.zeros((B, 2), np.int32),
+            np.zeros((B, 2), np.int32), slots=ints[:B] if spec.delta else None,
         )  # fmt: skip
-        return compiled(engine.programs.prefill, weights, state.kv, chunk)
+        return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
     run = DecodeArgs(
         rows=np.arange(16, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
@@ -326,6 +326,9 @@ GEMMA2 = {"family": "gemma2", "layers": 4, "window": 100}
 DEEPSEEK = {"family": "deepseek_v3", "layers": 3, "head_dim": 192}
 """A dense layer and two with experts; heads as wide as DeepSeek-V3's, half of which turns."""
 GPT_OSS = {"family": "gpt_oss", "layers": 4, "window": 100}
+NEXT = {"family": "qwen3_next", "layers": 4}
+"""Three gated delta nets and attention, whose heads are as wide as those of the published one."""
+QWEN3_5 = {"family": "qwen3_5_text", "layers": 8, "head_dim": 256}
 GEMMA3 = {"family": "gemma3_text", "layers": 12, "window": 100}
 
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -349,6 +352,17 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill of deepseek_v3": partial(
         sampler_program, "prefill", kv_heads=4, shape={**DEEPSEEK, "experts": 8}, expert=8, tensor=2
     ),
+    "sampler block of qwen3_next": partial(
+        sampler_program, "block", shape={**NEXT, "experts": 8}, expert=8, tensor=2
+    ),
+    "sampler prefill of qwen3_next": partial(
+        sampler_program, "prefill", shape={**NEXT, "experts": 8}, expert=8, tensor=2
+    ),
+    "sampler block of qwen3_5 in nf4": partial(
+        sampler_program, "block", shape=QWEN3_5, base="nf4", tensor=2
+    ),
+    "step of qwen3_next": partial(train_step, fsdp=2, expert=4, tensor=2, experts=8, shape=NEXT),
+    "step of qwen3_5 on context": partial(train_step, fsdp=4, context=4, shape=QWEN3_5),
     "sampler block of nf4": partial(sampler_program, "block", base="nf4"),
     "step of nf4": partial(step_on_base, fsdp=4, tensor=2, expert=2),
     "chosen": chosen,

@@ -1,5 +1,5 @@
-"""Adapters of gpt-oss' experts, whose files hold all of a layer in one tensor: PEFT's
-target_parameters, read and written."""
+"""Adapters of experts, which transformers holds in one tensor a layer: PEFT's target_parameters,
+read and written."""
 
 import dataclasses
 import json
@@ -31,11 +31,27 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-SECTION = schema.ArchitectureSection(
-    family="gpt_oss", layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4,
-    tied=False, window=7,
-)  # fmt: skip
-SPEC = ModelSpec.from_architecture(SECTION, 64)
+
+def spec_of(family: str, **sizes) -> ModelSpec:
+    section = schema.ArchitectureSection(
+        family=family, layers=sizes.pop("layers", 2), width=32, heads=4, kv_heads=2, head_dim=8,
+        mlp=16, experts=4, tied=False, **sizes,
+    )  # fmt: skip
+    return ModelSpec.from_architecture(section, 64)
+
+
+SPEC = spec_of("gpt_oss", window=7)
+ONE_BY_ONE = {
+    "qwen2_moe": spec_of("qwen2_moe"),
+    "glm4_moe": spec_of("glm4_moe"),
+    "deepseek_v3": spec_of("deepseek_v3"),
+    "qwen3_5_moe_text": dataclasses.replace(  # see tests/parity/test_families.DELTA
+        spec_of("qwen3_5_moe_text", layers=4), norm_eps=1e-3
+    ),
+    "mixtral": spec_of("mixtral"),
+}
+"""Files hold experts one by one; beside them are experts that all tokens use, dense layers, or
+nothing."""
 IDS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 TENSORS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -45,8 +61,8 @@ def random_like(tree, scale: float = 0.1):
     return jax.tree.map(lambda x: x + scale * jax.random.normal(next(keys), x.shape), tree)
 
 
-def base(folder: Path) -> Policy:
-    policy = Policy(SPEC, random_like(init_params(SPEC, jax.random.key(0)), 0.2))
+def base(folder: Path, spec: ModelSpec = SPEC) -> Policy:
+    policy = Policy(spec, random_like(init_params(spec, jax.random.key(0)), 0.2))
     policy.save_pretrained(folder)
     return policy
 
@@ -131,3 +147,44 @@ def test_what_peft_wrote_of_experts_computes_the_same_here(tmp_path: Path, tenso
     file.write_text(json.dumps(said | {"target_parameters": ["self_attn.sinks"]}))
     with pytest.raises(CheckpointError, match=r"target_parameters .*sinks.* is not supported"):
         load_peft(tmp_path / "adapter", SPEC)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ONE_BY_ONE)
+def test_peft_reads_adapters_of_experts_beside_other_modules_of_their_names(
+    tmp_path: Path, family: str
+) -> None:
+    spec = ONE_BY_ONE[family]
+    policy = base(tmp_path / "base", spec)
+    lora = lora_of(spec, LoraSection(rank=3))
+    policy = policy.adapted(lora, jax.random.key(0))
+    policy = policy.with_trained(random_like(policy.adapter))
+    policy.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    adapted = peft.PeftModel.from_pretrained(their_model(tmp_path / "base"), tmp_path / "adapter")
+    assert np.abs(theirs(their_model(tmp_path / "base")) - ours(policy)).max() > 0.1
+    np.testing.assert_allclose(theirs(adapted.eval()), ours(policy), atol=1e-4)
+    again, read = load_peft(tmp_path / "adapter", spec)
+    assert again == lora
+    jax.tree.map(np.testing.assert_array_equal, read, policy.adapter)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_5_moe_text"])
+def test_what_peft_wrote_of_experts_that_files_hold_one_by_one_computes_the_same_here(
+    tmp_path: Path, family: str
+) -> None:
+    """In one tensor a layer, and an expert that all tokens use as a parameter."""
+    base(tmp_path / "base", ONE_BY_ONE[family])
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=9, target_modules=["q_proj", "o_proj"],
+        target_parameters=[*TENSORS, "shared_expert.up_proj.weight"],
+    )  # fmt: skip
+    adapted = peft.get_peft_model(their_model(tmp_path / "base"), config)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    policy = Policy.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
+    wanted = theirs(adapted)
+    assert np.abs(wanted - ours(Policy.from_pretrained(tmp_path / "base"))).max() > 0.1
+    np.testing.assert_allclose(ours(policy), wanted, atol=1e-4)

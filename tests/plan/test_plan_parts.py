@@ -272,6 +272,24 @@ def test_a_refusal_for_memory_is_told_from_another():
     assert needed_bytes("INTERNAL: something else (3.0G)") is None
 
 
+def test_less_kv_memory_is_advised_by_the_setting_that_is_too_much():
+    """Of 4 GiB on each of 8 devices, which hold 8 GiB twice over tensor=2, half is too much."""
+    from types import SimpleNamespace
+
+    from jaxrl_async.plan.advice import advice
+    from jaxrl_async.plan.hbm import Memory
+
+    where = SimpleNamespace(num_devices=8)
+    kinds = {"KV cache": 4.0 * 2**30}
+    side = SimpleNamespace(
+        memory=Memory(kinds=kinds, moment="decode", usable_bytes=2.0 * 2**30), where=where
+    )
+    fine = SimpleNamespace(memory=Memory(kinds={}, moment="", usable_bytes=1.0), where=where)
+    found = SimpleNamespace(trainer=fine, sampler=side, spec=SimpleNamespace(vocab=512))
+    lines = advice(found, Config(sampler={"kv_memory_mib": 8192}, mesh={"sampler": {"tensor": 2}}))
+    assert any("kv_memory_mib=4014 " in line for line in lines), lines
+
+
 def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
     """Masters cost as much again as they save: only without them weights in bfloat16 are less."""
     from types import SimpleNamespace

@@ -26,7 +26,7 @@ SPECS = {  # eps: the smaller, the more the two forms of the rule differ by roun
         tiny_spec(40, family=family, layers=4, experts=experts, head_dim=8, tied=False),
         norm_eps=1e-3,
     )
-    for family, experts in (("qwen3_next", 4), ("qwen3_5_text", 0))
+    for family, experts in (("qwen3_next", 4), ("qwen3_5_text", 0), ("qwen3_5_moe_text", 4))
 }
 SECTION = schema.SamplerSection(
     slots=4, max_length=64, max_new_tokens=24, block=4, page_tokens=8, prefill_chunk=13
@@ -85,6 +85,7 @@ def drawn(spec: ModelSpec, asked: list[Request], **settings: Any) -> list[Comple
             pytest.param(family, settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for family, settings in (
                 ("qwen3_5_text", {}),
+                ("qwen3_5_moe_text", {"reserve": 1.0}),
                 ("qwen3_next", {"kv_memory_mib": 0.06}),
                 ("qwen3_5_text", {"attention": "ragged", "block": 3}),
                 ("qwen3_next", {"prefill_chunk": 100, "cpu_kernels": False}),

@@ -54,6 +54,7 @@ GLM4_MOE = Family(
     classes="Glm4Moe",
     heads=(),
     norm_eps=1e-5,
+    rotary_share=0.5,
     qk_norm="head",
     qk_norm_key="use_qk_norm",
     biases="qkv as said",

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import DeltaNet, ExpertRouter
+from jaxrl_async.model.families.parts import DeltaNet, ExpertRouter, Mixture
 from jaxrl_async.model.families.qwen import SHARED_EXPERT, written_with_shared
 
 
@@ -52,6 +52,10 @@ def _shared_width(fields: ConfigFields) -> int:
     return fields.whole("shared_expert_intermediate_size", 512)
 
 
+def _written_shared(mixture: Mixture) -> dict[str, Any]:
+    return {"shared_expert_intermediate_size": mixture.shared_width}
+
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     classes="Qwen3Next",
@@ -88,4 +92,17 @@ QWEN3_5 = Family(
     delta=_delta,
     written_delta=_written_delta,
     refused={"attention_bias": "biases of attention"},
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    classes="Qwen3_5Moe",
+    head_classes="",
+    heads=(),
+    text_of=("qwen3_5_moe",),
+    names=SHARED_EXPERT,
+    routed=True,
+    written_mixture=_written_shared,
+    shared_width=_shared_width,
+    shared_gated=True,
 )

@@ -17,7 +17,7 @@ from jaxrl_async.model.families.llama import (
 )
 from jaxrl_async.model.families.olmo import OLMO2, OLMO3
 from jaxrl_async.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from jaxrl_async.model.families.qwen_next import QWEN3_5, QWEN3_NEXT
+from jaxrl_async.model.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 FAMILIES = {
     family.model_type: family
@@ -29,6 +29,7 @@ FAMILIES = {
         QWEN3_MOE,
         QWEN3_NEXT,
         QWEN3_5,
+        QWEN3_5_MOE,
         GEMMA2,
         GEMMA3,
         MISTRAL,

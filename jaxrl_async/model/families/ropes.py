@@ -113,26 +113,31 @@ def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> 
     """Return the entries of config.json for the rotary positions of layers without and with a
     window; None: there is no such layer."""
     first = whole or windowed or Rope()
-    rope = _written(first)
+    rope = _written(family, first)
     config: dict[str, Any] = {"rope_theta": first.theta, "rope_parameters": rope}
     if first.scaling:
         config["rope_scaling"] = rope
-    if first.share != 1:
+    if _says_share(family, first):
         config["partial_rotary_factor"] = first.share
     if first.scaling and first.scaling.kind == "longrope":
         config["original_max_position_embeddings"] = first.scaling.original_max_positions
     if family.window_rope == "unscaled":
         local = windowed or Rope(theta=10_000.0 if family.window_theta_key else first.theta)
-        config["rope_parameters"] = {FULL: rope, WINDOWED: _written(local)}
+        config["rope_parameters"] = {FULL: rope, WINDOWED: _written(family, local)}
         if family.window_theta_key:
             config[family.window_theta_key] = local.theta
     return config
 
 
-def _written(rope: Rope) -> dict[str, Any]:
+def _says_share(family: Family, rope: Rope) -> bool:
+    """Return whether config.json must say which share of a head turns."""
+    return rope.share != 1 or family.rotary_share != 1
+
+
+def _written(family: Family, rope: Rope) -> dict[str, Any]:
     """Return one entry of rope_parameters."""
     said: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
-    if rope.share != 1:
+    if _says_share(family, rope):
         said["partial_rotary_factor"] = rope.share
     if rope.query_growth:
         said["llama_4_scaling_beta"] = rope.query_growth

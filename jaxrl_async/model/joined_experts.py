@@ -1,0 +1,82 @@
+"""Experts that files hold in one tensor a layer, read one by one.
+
+Qwen3.5 is published so, and transformers keeps experts so in memory: gate_up_proj [E, 2 F, D], of
+which an expert's first F rows are its gate's and the others its up's, and down_proj [E, D, F].
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_async.model.tensorfile import Stored
+
+ONE = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+"""The name of one expert's matrix."""
+PARTS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
+"""An expert's matrix: the tensor of all experts, which part of its rows it is, of how many."""
+
+
+class Place(NamedTuple):
+    """Where one expert's matrix is."""
+
+    tensor: str  # the name of the one with all experts
+    expert: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneExpert:
+    """One expert's matrix [rows, columns] in an open file's tensor of all experts."""
+
+    file: Any
+    name: str  # in the file
+    place: Place
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Return the matrix; no other expert's is read."""
+        _, rows, _ = self.file.get_slice(self.name).get_shape()
+        size = rows // self.place.parts
+        own = slice(self.place.part * size, (self.place.part + 1) * size)
+        expert = self.place.expert
+        return np.asarray(self.file.get_slice(self.name)[expert : expert + 1, own])[0]
+
+
+def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, Place]:
+    """Return where the wanted matrices are that files hold together, by the names that they have
+    where files hold each by itself."""
+    found: dict[str, dict[str, Place]] = {}
+    for name in wanted:
+        if name not in there and (match := ONE.fullmatch(name)):
+            before, expert, kind = match.groups()
+            tensor, part, parts = PARTS[kind]
+            place = Place(f"{before}.{tensor}", int(expert), part, parts)
+            found.setdefault(place.tensor, {})[name] = place
+    return {
+        name: place
+        for tensor, each in found.items()
+        if _holds(there.get(tensor), each.values())
+        for name, place in each.items()
+    }
+
+
+def _holds(stored: Stored | None, wanted: Collection[Place]) -> bool:
+    """Return whether a tensor holds these experts and no other."""
+    experts = {place.expert for place in wanted}
+    parts = next(iter(wanted)).parts
+    return (
+        stored is not None
+        and len(stored.shape) == 3
+        and experts == set(range(stored.shape[0]))
+        and stored.shape[1] % parts == 0
+    )
+
+
+def one_of(stored: Stored, place: Place) -> Stored:
+    """Return one expert's matrix in the tensor of all of them; its bytes are theirs."""
+    _, rows, columns = stored.shape
+    shape = (rows // place.parts, columns)
+    return Stored(dtype=stored.dtype, shape=shape, begin=stored.begin, end=stored.end)

@@ -1,0 +1,200 @@
+"""The tensors of a Hugging Face directory by name, whatever form they are stored in.
+
+    files ─► tensors ─► those in MXFP4 or FP8 as what they stand for (mxfp4.py, fp8.py)
+          ─► the text part of a model with images ─► experts one by one (joined_experts.py)
+
+Nothing is read but headers: a tensor reads itself, in part if wanted.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.model.fp8 import SCALE_OF, Fp8Tensor, block_of, fp8_names, number_of
+from jaxrl_async.model.joined_experts import OneExpert, one_of, places
+from jaxrl_async.model.mxfp4 import (
+    BLOCKS,
+    SCALES,
+    PackedTensor,
+    packed_names,
+    whole_of,
+    without_packed,
+)
+from jaxrl_async.model.tensorfile import Stored, read_header
+
+log = logging.getLogger(__name__)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+MAX_JSON_BYTES = 64 * 1024**2
+"""Longest config.json or index that is read."""
+TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""What names of a text model's tensors begin with in a model with images, and by itself."""
+
+HEADS = ("lm_head.weight", "score.weight", "score.bias")
+"""Tensors behind the last layer, whatever stands before the names of others."""
+
+
+class StoredTensor(NamedTuple):
+    """A stored tensor, the open file that reads it, and its name there."""
+
+    stored: Stored
+    file: Any
+    name: str
+    path: Path
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object of at most MAX_JSON_BYTES. Raises CheckpointError."""
+    try:
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file}: is not a file. Copy the model's directory again.")
+        with file.open("rb") as stream:
+            content = json.loads(stream.read(MAX_JSON_BYTES + 1).decode())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: not found. model.path must be a Hugging Face directory with config.json and "
+            "*.safetensors."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}. Copy the file again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object. Copy the file again.")
+    return content
+
+
+def file_names(folder: Path, single: str) -> list[str]:
+    """Return the files that hold the weights. Raises CheckpointError."""
+    if single != SINGLE or not (folder / INDEX).exists():
+        if not (folder / single).exists():
+            raise CheckpointError(f"{folder}: no {single} here. {_advice(folder)}")
+        return [single]
+    named = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
+    for name in named.values():
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{folder / INDEX}: names the file {str(name)[:80]!r}, which is not a "
+                "*.safetensors in this folder. Copy the file again."
+            )
+    return sorted(set(named.values()))
+
+
+def _advice(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.pt*")
+    )
+    if not pickles:
+        return "Copy the whole directory, or save the model with save_pretrained."
+    return (
+        f"{pickles[0]} may be a pickle, which can run any code and is never loaded. Convert it "
+        "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+    )
+
+
+def open_tensors(
+    folder: Path, files: ExitStack, wanted: Mapping[str, Any], single: str = SINGLE
+) -> dict[str, StoredTensor]:
+    """Open all files; return each tensor of the text model by its name. Raises CheckpointError.
+
+    Args:
+        folder: the Hugging Face directory.
+        files: closes them.
+        wanted: the names that experts must have.
+        single: name of the file if it is one.
+    """
+    tensors = _in_numbers(folder, _made_whole(open_files(folder, files, single)))
+    return _one_by_one(_text_part(tensors), wanted)
+
+
+def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredTensor]:
+    """Open all files; return each tensor by its name there. Raises CheckpointError."""
+    tensors: dict[str, StoredTensor] = {}
+    for name in file_names(folder, single):
+        path = folder / name
+        header = read_header(path)
+        if twice := sorted(header.keys() & tensors.keys()):
+            raise CheckpointError(
+                f"{path}: holds {twice[0]}, which another file holds too. Remove the files that "
+                f"are not part of this model, and correct {INDEX}."
+            )
+        try:
+            file = files.enter_context(safe_open(path, framework="numpy"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read as safetensors: {error}. Copy the file again."
+            ) from None
+        tensors |= {name: StoredTensor(stored, file, name, path) for name, stored in header.items()}
+    return tensors
+
+
+def _made_whole(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors, of those in MXFP4 what their two parts stand for. Raises
+    CheckpointError."""
+    packed = packed_names(tensors)
+    made = {}
+    for name in packed:
+        blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]
+        file = PackedTensor((blocks.file, blocks.name), (scales.file, scales.name))
+        made[name] = StoredTensor(
+            whole_of(name, blocks.stored, scales.stored), file, name, blocks.path
+        )
+    return without_packed(tensors, packed) | made
+
+
+def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors by the names of a text model: of a model with images, its text part and
+    its head."""
+    parts = {
+        new + name.removeprefix(old): tensor
+        for name, tensor in tensors.items()
+        for old, new in TEXT_PARTS.items()
+        if name.startswith(old)
+    }
+    if not parts:
+        return tensors
+    return parts | {n: t for n, t in tensors.items() if n in HEADS}
+
+
+def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors, of those in FP8 the numbers that they stand for. Raises
+    CheckpointError."""
+    coded = fp8_names({name: tensor.stored for name, tensor in tensors.items()})
+    if not coded:
+        return tensors
+    file = folder / "config.json"
+    block = block_of(read_json(file), str(file))
+    made = dict(tensors)
+    for name in coded:
+        weight, scales = tensors[name], made.pop(name + SCALE_OF)
+        stored = number_of(name, weight.stored, scales.stored, block)
+        reader = Fp8Tensor(weight.path, weight.stored, (scales.file, scales.name), block)
+        made[name] = weight._replace(stored=stored, file=reader)
+    log.info("%s: %d tensors in FP8 are read as numbers", folder, len(coded))
+    return made
+
+
+def _one_by_one(
+    tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """Return the tensors, those of all experts of a layer as the single ones that are wanted."""
+    found = places(wanted, {name: tensor.stored for name, tensor in tensors.items()})
+    gone = {place.tensor for place in found.values()}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    for name, place in found.items():
+        every = tensors[place.tensor]
+        one = OneExpert(every.file, every.name, place)
+        kept[name] = every._replace(stored=one_of(every.stored, place), file=one)
+    return kept
