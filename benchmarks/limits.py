@@ -174,7 +174,7 @@ def decode_step(model: str, repeats: int) -> tuple[float, float]:
             num_reserve=np.int32(0),
             lengths=np.full(ROWS, LIVE, np.int32),
             drawn=np.zeros(ROWS, np.int32),
-            tables=np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width),
+            tables=np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, 1, width),
             steps=np.int32(steps),
         )
         seconds = []
