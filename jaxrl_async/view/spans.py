@@ -23,9 +23,9 @@ MAX_SPANS = 2_000_000
 """Spans of all files that are read; those beyond are counted."""
 FAMILY = re.compile(r"(.+) \d+")
 """The numbered tracks of what overlaps."""
-FIRST = ("trainer", "sampler", "gate", "environment", "scorer", "weights", "")
+FIRST = ("trainer", "evaluation", "sampler", "gate", "environment", "scorer", "weights", "")
 """What lanes begin with, in the order in which they are shown; others come last."""
-IDLE = ("wait for groups", "wait for the turn", "wait at the gate")
+IDLE = ("wait for groups", "wait for the turn", "wait for the evaluation", "wait at the gate")
 """Spans in which somebody waits for others. A sampler that waits for its block is busy: its device
 computes."""
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, write_trace
-from jaxrl_async.view.spans import RunSpans, read_spans, thinned
+from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, recorded_spans, write_trace
+from jaxrl_async.trainer.beside import EvaluationBeside
+from jaxrl_async.trainer.step_times import StepTimes
+from jaxrl_async.view.spans import IDLE, RunSpans, read_spans, thinned
 from jaxrl_async.view.watched import WatchedRun
 
 Given = list[tuple[str, float, float, str]]  # name, start, end, lanes
@@ -50,6 +52,24 @@ def test_a_thread_is_a_lane_of_nested_spans_and_a_wait_within_one_is_not_busy(tm
     assert spans.shown(0.0, 5.0, 100)["lanes"][0]["busy"] == pytest.approx(1 / 5)
     assert spans.window_of(10, 99) == (10.0, 20.0) and spans.window_of(7, 9) == (0.0, 20.0)
     assert spans.steps_between(0.0, 5.0) == [0, 0] and spans.steps_between(5.0, 15.0) == [0, 10]
+
+
+def test_evaluations_beside_the_trainer_are_one_lane_and_its_wait_for_one_is_not_busy(tmp_path):
+    """Each has a thread of its own; a step without a wait has no span of it."""
+    waits = {"start": 0.0, "asked": 0.0, "drawn": 4.0, "in_turn": 4.0}
+    times = StepTimes(**waits, trained=6.0, evaluated=9.0, published=10.0, ended=10.0)
+    with recorded_spans(tmp_path / "trace.json", "trainer 0"):
+        for version in (1, 2, 3):
+            EvaluationBeside(dict, lambda values: None, version).complete()
+        times.record(1, evaluates=False)
+    spans = read_spans(tmp_path)
+    assert len(lane_of(spans, "evaluation").starts) == 3 and len(spans.lanes) == 2
+    (lane,) = [lane for lane in spans.lanes if lane.name != "evaluation"]
+    drawn = [spans.kinds[kind] for kind in lane.kinds]
+    assert drawn == ["step", "wait for groups", "learn", "wait for the evaluation", "publish"]
+    idle = [i for i, name in enumerate(spans.kinds) if name in IDLE]
+    begin_s = lane.starts[0]
+    assert lane.busy_s(begin_s, begin_s + 10.0, idle) == pytest.approx(3.0)
 
 
 def test_what_overlaps_is_one_lane_and_counts_each_second_once(tmp_path):
