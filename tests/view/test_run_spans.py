@@ -1,6 +1,7 @@
 """Who was busy when: what the page is told of the files of spans."""
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,6 +96,27 @@ def test_processes_are_set_against_each_other_by_their_clocks(tmp_path):
         ("trainer 0", 0.0),
     ]
     assert spans.end_s == 2.0 and spans.files == ("samplers/0.trace.json", "trace.json")
+
+
+def test_one_of_several_adapters_has_the_spans_of_all_and_steps_of_its_own(tmp_path):
+    recorder = SpanRecorder()
+    for name, late in (("few", 0.0), ("many", 0.5)):
+
+        def steps(late=late):
+            for step in (1, 2):
+                args = {"version": step}
+                recorder.add(RecordedSpan("step", step + late, step + late + 0.4, "", args))
+
+        thread = threading.Thread(target=steps, name=f"trainer of {name}")
+        thread.start()
+        thread.join()
+    write_trace(recorder, tmp_path / "trace.json", "trainer 0")
+    (tmp_path / "config.yaml").write_text("")
+    for name, window in (("few", (0.0, 0.4)), ("many", (0.5, 0.9))):
+        (tmp_path / name).mkdir()
+        spans = WatchedRun(tmp_path / name, name).spans()
+        assert spans.files == ("../trace.json",) and len(spans.lanes) == 2
+        assert spans.window_of(1, 1) == pytest.approx(window)
 
 
 def test_what_is_cut_off_or_no_span_is_left_out_and_counted(tmp_path):
