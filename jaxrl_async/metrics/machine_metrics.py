@@ -16,7 +16,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         (
             "time/wait_eval_s",
             "s",
-            "Wait of new weights for an evaluation of those before (eval.beside).",
+            "Wait for an evaluation of the weights before (eval.beside).",
         ),
         ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -159,8 +160,16 @@ class Trainer:
             self._now("learning")
             values = self._learn(draw)
             trained = self._clock()
-            # of weights that are live until the next are published
-            evaluated = self._complete_evaluation(trained)
+            times = partial(
+                StepTimes, start=start, asked=asked, drawn=drawn, in_turn=in_turn, trained=trained
+            )
+            try:  # of weights that are live until the next are published
+                evaluated = self._complete_evaluation(trained)
+            except BaseException:  # these are saved all the same, and so is what they measured
+                end = self._clock()
+                values |= self._measures(times(evaluated=end, published=end, ended=end), draw)
+                self._outlets.begin_report(self.version, values, draw.groups)
+                raise
             last = self.version == self._settings.total_steps or self._outlets.should_stop()
             evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
             beside = evaluates and not last and self._settings.eval_beside
@@ -174,20 +183,9 @@ class Trainer:
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             self._now("evaluating")
             values |= self._outlets.evaluate()
-        times = StepTimes(
-            start=start,
-            asked=asked,
-            drawn=drawn,
-            in_turn=in_turn,
-            trained=trained,
-            evaluated=evaluated,
-            published=published,
-            ended=self._clock(),
-        )
-        times.record(self.version, evaluates=evaluates and not beside)
-        in_turns, besides = self._turn is not None, self._settings.eval_beside
-        values |= times.measures(draw.waited_s, in_turns=in_turns, beside=besides)
-        values |= self._save_report()
+        made = times(evaluated=evaluated, published=published, ended=self._clock())
+        made.record(self.version, evaluates=evaluates and not beside)
+        values |= self._measures(made, draw) | self._save_report()
         if beside:
             self._evaluate_beside(self._outlets.begin_report(self.version, values, draw.groups))
         else:
@@ -197,6 +195,11 @@ class Trainer:
         if evaluates and not beside and not last:
             self._source.resume()
         self._stop_if_lost()
+
+    def _measures(self, times: StepTimes, draw: Draw) -> dict[str, float]:
+        """Return a step's metrics of time."""
+        in_turns, beside = self._turn is not None, self._settings.eval_beside
+        return times.measures(draw.waited_s, in_turns=in_turns, beside=beside)
 
     def _evaluate_beside(self, finish: Finish) -> None:
         """Begin to evaluate the version that was published last. Until it ends, no further one is:

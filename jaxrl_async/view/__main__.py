@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
-from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
 from jaxrl_async.view.server import ViewServer
 from jaxrl_async.view.watched import WatchedRun
 
@@ -68,8 +68,8 @@ def watched_runs(folders: Sequence[Path]) -> list[WatchedRun]:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
         inner = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
-        is_run = (folder / METRICS_FILE).exists() or (folder / "config.yaml").exists()
-        found += [folder] if is_run or not inner else inner
+        inner = [path for path in inner if path.name != WARM_START]
+        found += [folder] if (folder / METRICS_FILE).exists() or not inner else inner
     unique = list(dict.fromkeys(path.resolve() for path in found))
     if len(unique) > MAX_RUNS:
         raise ConfigError(f"{len(unique)} runs are too many for one page ({MAX_RUNS}). Name some.")

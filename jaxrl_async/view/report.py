@@ -38,8 +38,9 @@ TOKEN_BYTES = 250_000
 SAMPLE_BYTES = 350_000
 """Samples are left out, the oldest first, where their JSON would be longer together."""
 MAX_SAMPLES = 1000
-SPAN_COLUMNS, LAST_STEPS = 200, 3
-"""Spans of a lane, and how many steps at the end are kept closer up."""
+ALL_SPANS, SPAN_COLUMNS, LAST_STEPS = 4000, 200, 3
+"""Spans of all lanes together and of a lane's depth, at most about, and how many steps at the end
+are kept closer up."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -88,12 +89,14 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
 def embedded_spans(run: WatchedRun) -> dict[str, Any]:
     """Return the spans of the whole run, and those of its last steps closer up."""
     spans = run.spans()
-    whole = spans.shown(0.0, spans.end_s, SPAN_COLUMNS)
+    rows = sum(int(lane.depths.max(initial=0)) + 1 for lane in spans.lanes)
+    columns = min(max(ALL_SPANS // max(rows, 1), 1), SPAN_COLUMNS)
+    whole = spans.shown(0.0, spans.end_s, columns)
     if not spans.steps:
         return {"whole": whole, "last": None}
     newest = max(step for step, *_ in spans.steps)
     window = spans.window_of(newest - LAST_STEPS + 1, newest)
-    return {"whole": whole, "last": spans.shown(*window, SPAN_COLUMNS)}
+    return {"whole": whole, "last": spans.shown(*window, columns)}
 
 
 def rounded(values: Sequence[float]) -> list[float]:

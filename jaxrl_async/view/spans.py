@@ -8,6 +8,7 @@ set against each other by the clocks that each wrote down.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 TRACES = ("trace*.json", "samplers/*.trace.json")
-"""Files of spans in a run's folder."""
+"""Files of spans in a run's folder, or, of several adapters that learn in one run, in the folder of
+all."""
 MAX_SPANS = 2_000_000
 """Spans of all files that are read; those beyond are counted."""
 FAMILY = re.compile(r"(.+) \d+")
@@ -163,12 +165,14 @@ def read_spans(root: Path) -> RunSpans:
                 reading.read(file)
         except OSError:
             reading.unread += 1
-    return reading.finished(tuple(str(path.relative_to(root)) for path in files))
+    return reading.finished(tuple(os.path.relpath(path, root) for path in files), root.name)
 
 
 def trace_files(root: Path) -> list[Path]:
-    """Return the files of spans in a run's folder."""
-    return sorted(path for pattern in TRACES for path in root.glob(pattern))
+    """Return the files of spans in a run's folder; of one of several adapters those of all."""
+    folders = [root, *([root.parent] if (root.parent / "config.yaml").is_file() else [])]
+    found = (sorted(p for pattern in TRACES for p in folder.glob(pattern)) for folder in folders)
+    return next((files for files in found if files), [])
 
 
 class _Reading:
@@ -177,7 +181,7 @@ class _Reading:
     def __init__(self) -> None:
         self.kinds: dict[str, int] = {}
         self.tracks: dict[tuple[str, str, int], Track] = {}
-        self.steps: dict[str, list[tuple[int, float, float]]] = {"step": [], "update": []}
+        self.steps: dict[str, list[tuple[str, int, float, float]]] = {"step": [], "update": []}
         self.count = self.dropped = self.unread = 0
 
     def read(self, lines: Iterable[str]) -> None:
@@ -228,10 +232,10 @@ class _Reading:
         if name in self.steps:
             step = event["args"].get("version", event["args"].get("number"))
             if isinstance(step, int):
-                self.steps[name].append((step, start_s, end_s))
+                self.steps[name].append((where[1], step, start_s, end_s))
 
-    def finished(self, files: tuple[str, ...]) -> RunSpans:
-        """Return what was read."""
+    def finished(self, files: tuple[str, ...], run: str) -> RunSpans:
+        """Return what was read. run: whose steps count, of several adapters that learn in one."""
         begin_s = min((t.starts[0] for t in self.tracks.values()), default=0.0)
         end_s = max((max(t.ends) for t in self.tracks.values()), default=begin_s)
         lanes: dict[tuple[str, str], list[Track]] = {}
@@ -244,6 +248,7 @@ class _Reading:
             for (process, name), tracks in lanes.items()
         ]
         steps = self.steps["step"] or self.steps["update"]  # these of a job without rollouts
+        steps = [one for one in steps if one[0] == f"trainer of {run}"] or steps
         return RunSpans(
             lanes=tuple(sorted(made, key=_order)),
             kinds=tuple(self.kinds),
@@ -251,7 +256,7 @@ class _Reading:
             files=files,
             dropped=self.dropped,
             unread=self.unread,
-            steps=tuple((n, start_s - begin_s, end_s - begin_s) for n, start_s, end_s in steps),
+            steps=tuple((n, start_s - begin_s, end_s - begin_s) for _, n, start_s, end_s in steps),
         )
 
 

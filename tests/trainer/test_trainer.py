@@ -61,7 +61,7 @@ class Script:
         self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
         self.failing_saves, self.hurries = failing_saves, hurries
         self.telling_saves, self.evaluate = telling_saves, evaluate
-        self.learnt = threading.Condition()
+        self.learnt, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
         with self.learnt:
@@ -103,6 +103,8 @@ class Script:
             raise EarlierSaveError("the disk was full.")
 
     def begin_report(self, version: int, values: Any, groups: Any) -> Finish:
+        self.begun.append((version, {**values}))
+
         def finish(more: Any) -> None:
             self.events.append(f"report {version}")
             self.reports[version] = {**values, **more}
@@ -201,6 +203,10 @@ def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_report
     with pytest.raises(EndpointMisset, match="no such judge"):
         script.trainer(eval_beside=True).run()
     assert script.events[-2:] == ["report 0", "save 1"] and "publish 1" not in script.events
+    (version, values) = script.begun[-1]
+    assert version == 1 and "train/skipped" in values and values["time/wait_eval_s"] >= 0, (
+        "what is saved has its line of metrics, which no resumed run would write"
+    )
 
 
 def test_a_run_that_is_lost_still_reports_the_evaluation_beside_it() -> None:

@@ -1,6 +1,7 @@
 """Who was busy when: what the page is told of the files of spans."""
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, recorded_spans
 from jaxrl_async.trainer.beside import EvaluationBeside
 from jaxrl_async.trainer.step_times import StepTimes
 from jaxrl_async.view.answers import ANSWERS
+from jaxrl_async.view.report import as_json, embedded_spans
 from jaxrl_async.view.spans import IDLE, RunSpans, read_spans, thinned
 from jaxrl_async.view.watched import WatchedRun
 
@@ -95,6 +97,39 @@ def test_processes_are_set_against_each_other_by_their_clocks(tmp_path):
         ("trainer 0", 0.0),
     ]
     assert spans.end_s == 2.0 and spans.files == ("samplers/0.trace.json", "trace.json")
+
+
+def test_one_of_several_adapters_has_the_spans_of_all_and_steps_of_its_own(tmp_path):
+    recorder = SpanRecorder()
+    for name, late in (("few", 0.0), ("many", 0.5)):
+
+        def steps(late=late):
+            for step in (1, 2):
+                args = {"version": step}
+                recorder.add(RecordedSpan("step", step + late, step + late + 0.4, "", args))
+
+        thread = threading.Thread(target=steps, name=f"trainer of {name}")
+        thread.start()
+        thread.join()
+    write_trace(recorder, tmp_path / "trace.json", "trainer 0")
+    (tmp_path / "config.yaml").write_text("")
+    for name, window in (("few", (0.0, 0.4)), ("many", (0.5, 0.9))):
+        (tmp_path / name).mkdir()
+        spans = WatchedRun(tmp_path / name, name).spans()
+        assert spans.files == ("../trace.json",) and len(spans.lanes) == 2
+        assert spans.window_of(1, 1) == pytest.approx(window)
+
+
+def test_the_spans_of_many_samplers_take_a_bounded_part_of_a_report(tmp_path):
+    blocks = [("block", n, n + 0.9, "") for n in range(600)]
+    blocks += [("prefill", n, n + 0.4, "") for n in range(600)]
+    written(tmp_path / "trace.json", "trainer 0", [("step", n, n + 1.0, "") for n in range(600)])
+    for number in range(40):
+        path = tmp_path / "samplers" / f"{number}.trace.json"
+        written(path, f"sampler {number}", blocks, thread="sampler")
+    kept = embedded_spans(WatchedRun(tmp_path, "run"))
+    assert len(as_json(kept)) < 150_000, "a report stays below 1 MB"
+    assert len(kept["whole"]["lanes"]) == 41 and all(x["rows"][0] for x in kept["whole"]["lanes"])
 
 
 def test_what_is_cut_off_or_no_span_is_left_out_and_counted(tmp_path):

@@ -221,6 +221,12 @@ def test_folders_are_runs_or_hold_some_and_names_differ(tmp_path):
     assert [run.name for run in runs] == ["x/one", "two", "y/one"]
     (tmp_path / "new").mkdir()
     assert [run.name for run in watched_runs([tmp_path / "new"])] == ["new"], "it may begin later"
+    for name in ("both/few", "both/many", "both/warm_start", "begun/warm_start"):
+        recorded(tmp_path / name, 1).close()
+    for name in ("both", "begun"):
+        (tmp_path / name / "config.yaml").write_text("")
+    assert [run.name for run in watched_runs([tmp_path / "both"])] == ["few", "many"], "adapters"
+    assert [run.name for run in watched_runs([tmp_path / "begun"])] == ["begun"], "it warms up"
     with pytest.raises(ConfigError, match="no such folder"):
         watched_runs([tmp_path / "gone"])
     with pytest.raises(ConfigError, match="nothing can listen there"):

@@ -18,6 +18,7 @@ from typing import TextIO
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run.assemble import Claim, Parts
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
@@ -47,6 +48,7 @@ def run_several(
     with ExitStack() as closing:
         parts, turn = assemble_several(config, claim, stop, console, lockstep, closing, stream)
         errors = run_all(parts, stop, turn)
+    write_spans()  # for the reports
     for folder in folders(config).values():
         if Paths(folder).metrics.exists():
             write_report(folder)
