@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -121,6 +122,12 @@ def long_tail(count: int, seed: int = 0, *, median: int = 24, most: int = 128) -
     """Draw answer lengths, tokens: log-normal (sigma 1) with this median, clipped to 1..most."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
     return [int(n) for n in np.clip(np.round(drawn), 1, most)]
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(work: Callable[[], object], repeats: int) -> Spread:

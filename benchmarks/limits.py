@@ -246,7 +246,7 @@ def decode_step(model: str, repeats: int) -> tuple[float, float]:
             num_reserve=np.int32(0),
             lengths=np.full(ROWS, LIVE, np.int32),
             drawn=np.zeros(ROWS, np.int32),
-            tables=tables,
+            tables=tables[:, None],
             steps=np.int32(steps),
         )
         seconds = []

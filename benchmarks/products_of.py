@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -36,15 +37,19 @@ def _torch(rows: int, shapes: Any, size: int, repeats: int) -> tuple[list[float]
     import torch
 
     seconds = []
+
+    def in_turn(layers: list[Any], inputs: dict[int, Any]) -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])
+
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
-            layers = []
-            for outputs, width in shapes:
-                layers.append(torch.nn.Linear(width, outputs, bias=False, dtype=dtype))
+            layers = [
+                torch.nn.Linear(width, outputs, bias=False, dtype=dtype)
+                for outputs, width in shapes
+            ]
             inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in shapes}
-            seconds.append(
-                least_s(lambda i=inputs, ls=layers: [m(i[m.in_features]) for m in ls], repeats)
-            )
+            seconds.append(least_s(partial(in_turn, layers, inputs), repeats))
         square = torch.ones(size, size)
         return seconds, 2.0 * size**3 / least_s(lambda: square @ square, repeats)
 

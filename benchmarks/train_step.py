@@ -33,6 +33,7 @@ from common import (
     PROMPT_TOKENS,
     Row,
     columns,
+    cpu_s,
     make_params,
     options,
     parser,
@@ -40,7 +41,6 @@ from common import (
     spread,
 )
 from peers.environments import ENVIRONMENTS, python_of
-from peers.step_tunix import cpu_s
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
@@ -175,7 +175,7 @@ def tunix_update(
         advantages=batch.advantages[:, -1],
     )
     rows = max(1, args.micro_batch_tokens // args.length)
-    script = Path(__file__).parent / "peers" / "step_tunix.py"
+    script = Path(__file__).parent / "peers" / "worker_tunix_step.py"
     words = [python_of(ENVIRONMENTS["tunix"]), script, folder, data, min(rows, len(batch.mask))]
     process = subprocess.Popen(
         [str(w) for w in words],

@@ -157,6 +157,9 @@ class Partial:
     """[layers, 2, tokens, kv_heads, head_dim], of prompt and drawn tokens; with latent attention
     [layers, 1, tokens, 1, width]."""
     kv_version: int | None = None  # the version that computed all of kv
+    kv_page_tokens: int = 0
+    """Tokens in a page of the cache that kv is from, if it has zeros for those pages that windows
+    hide from later tokens; 0: it has all."""
 
 
 CORRECT = "correct"

@@ -243,6 +243,7 @@ BESIDE = {
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
+    **{key: ["weights.probe=false"] for key in ("sampler.matmul=int8", "weights.dtype=int8")},
     "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
 }  # fmt: skip
 """What a setting needs to be read, by how it begins."""

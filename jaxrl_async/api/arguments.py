@@ -330,11 +330,11 @@ def _records(data: Any, name: str) -> list[dict[str, Any]]:
 
 def _rows_of_table(data: Any) -> Any:
     """Return the rows of a data frame (pandas, polars) or an Arrow table, which iterate over their
-    columns; all else as it is."""
+    columns; all else as it is. An empty cell is None, which pandas writes as not a number."""
     if hasattr(data, "columns") and hasattr(data, "to_dicts"):
         return data.to_dicts()
     if hasattr(data, "columns") and hasattr(data, "to_dict"):
-        return data.to_dict("records")
+        return data.astype(object).where(data.notna(), None).to_dict("records")
     if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
         return data.to_pylist()
     return data

@@ -240,7 +240,9 @@ def sampler_bytes(config: Config, spec: ModelSpec) -> float:
     one = jnp.dtype(config.weights.dtype or config.model.dtype).itemsize
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
     arriving = num_in(trained_table(spec, lora)) * one
-    return float(base + arriving + kv_plan(spec, config.sampler, dtype).kv_bytes)
+    keeps = config.algorithm.keep_routing
+    plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
+    return float(base + arriving + plan.kv_bytes)
 
 
 def _checkpoints(config: Config, spec: ModelSpec) -> Finding:

@@ -45,7 +45,8 @@ class EvalSection(Section):
     beside: bool = False
     """Evaluate while rollouts and the next update go on. The weights that are evaluated stay until
     it ends: the next wait to be published. The last evaluation is waited for, and so is each one
-    where several processes train."""
+    where several processes train. Of several adapters (runs), one whose evaluation is under way
+    leaves the turn to the others."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature in the evaluation; 0: greedy."""
     episodes_at_once: Count = 64

@@ -11,6 +11,7 @@ import sys
 import types
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
+from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import check_positions
 from jaxrl_async.sampler.batch import shapes
@@ -34,10 +36,11 @@ from jaxrl_async.sampler.device.arguments import (
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, mix_of
-from jaxrl_async.types import Request, SamplingParams
+from jaxrl_async.types import IntArray, Request, SamplingParams
 
 PAGE_TOKENS = 32
-"""Tokens in a page. JetStream knows no pages: each slot keeps the same ones forever."""
+"""Tokens in a page. JetStream knows no pages: each slot keeps the same ones forever, and uses those
+that a window hides again."""
 STAND_IN = {"seqio": (), "seqio.vocabularies": ("Vocabulary", "SentencePieceVocabulary")}
 """The two classes of seqio that jetstream's annotations name; seqio would bring TensorFlow."""
 
@@ -101,10 +104,9 @@ class JaxrlEngine:
         None."""
         self._core, self._policy, self._seed, self._tokenizer = core, policy, seed, tokenizer
         self._template, self._inserted = template, 0
-        slots, width = core.spec.slots, core.spec.num_pages(core.spec.max_length)
         # An upper bound of each slot's length, so that no length is read back from the device.
-        self._longest = np.zeros(slots, np.int64)
-        self._tables = np.arange(slots * width, dtype=np.int32).reshape(slots, width)
+        self._longest = np.zeros(core.spec.slots, np.int64)
+        self._tables = fixed_tables(core.spec)
 
     def load_params(self, *args: Any, **kwargs: Any) -> EngineWeights:
         """Return the policy's parameters as the engine takes them."""
@@ -132,8 +134,9 @@ class JaxrlEngine:
         tokens = np.asarray(padded_tokens, np.int32)
         indices = np.arange(len(tokens), dtype=np.int32)
         one = np.zeros(1, np.int32)
+        no_pages = np.zeros((1, self._tables.shape[1], 0), np.int32)
         chunk = PrefillArgs(
-            tokens, indices, indices[None], indices, one, one + true_length, one[:0][None]
+            tokens, indices, indices[None], indices, one, one + true_length, no_pages
         )
         return PrefilledPrompt(self._core.prefill(params, None, chunk), int(true_length))
 
@@ -141,14 +144,16 @@ class JaxrlEngine:
         """Start decoding a prefilled prompt in a slot."""
         length, core, spec = prefix.length, self._core, self._core.spec
         where = np.arange(prefix.core.kv.k[0].shape[0])
-        pages = self._tables[slot][np.minimum(where // PAGE_TOKENS, self._tables.shape[1] - 1)]
+        numbers = np.minimum(where // PAGE_TOKENS, self._tables.shape[2] - 1)
+        firsts = [g.first_page(length, PAGE_TOKENS) for g in spec.kv_layout.groups]
+        kept = (where < length) & (numbers >= np.reshape(firsts, (-1, 1)))
         request = replace(self._template, request_id=str(self._inserted), key=(self._inserted, 0))
         live = LiveRequest(
             request=request, max_new=min(request.max_new_tokens, spec.max_length - length)
         )
         no_pages = np.zeros(0, np.int32)
         args = InsertArgs(
-            pages=np.where(where < length, pages, spec.pages).astype(np.int32),
+            pages=np.where(kept, self._tables[slot][:, numbers], spec.pages).astype(np.int32),
             offsets=(where % PAGE_TOKENS).astype(np.int32),
             sources=no_pages,
             targets=no_pages,
@@ -169,7 +174,7 @@ class JaxrlEngine:
         """Draw K tokens in every active slot: return the new state and JetStream's ResultTokens."""
         spec = self._core.spec
         k, every = spec.block, jnp.arange(spec.slots, dtype=jnp.int32)
-        context = min(spec.num_pages(int(self._longest.max())), self._tables.shape[1])
+        context = min(spec.num_pages(int(self._longest.max())), self._tables.shape[2])
         args = DecodeArgs(
             rows=jnp.where(decode_state.active, every, spec.slots),
             reserve=np.zeros(0, np.int32),
@@ -264,11 +269,12 @@ def make_engine(
             f"JetStream's interface has no place for the states of the gated delta nets of this "
             f"{policy.spec.family} model. Use a sampler of this package (sampler.engine=ours)."
         )
+    layout = layout_of(policy.spec.kinds)
     spec = EngineSpec(
         model=policy.spec,
         slots=slots,
         max_length=max_length,
-        pages=slots * -(-max_length // PAGE_TOKENS),
+        pages=slots * layout.pages_of(max_length, PAGE_TOKENS, tokens_per_step),
         page_tokens=PAGE_TOKENS,
         block=tokens_per_step,
     )
@@ -286,6 +292,19 @@ def make_engine(
 def _bound(ours: type, theirs: type) -> type:
     """Return our class as a subclass of JetStream's, which refuses one that lacks a method."""
     return type(ours.__name__, (ours, theirs), {})
+
+
+def fixed_tables(spec: EngineSpec) -> IntArray:
+    """Return each slot's pages [S, groups, width]: of a group with a window so few, in turn, that
+    none is written again before the window hides it."""
+    width, groups, firsts = spec.num_pages(spec.max_length), spec.kv_layout.groups, [0]
+    for group in groups:
+        alone = KvLayout(groups=(group,), arrays=1)
+        firsts.append(firsts[-1] + alone.pages_of(spec.max_length, spec.page_tokens, spec.block))
+    of_slot = [a + np.arange(width) % (b - a) for a, b in pairwise(firsts)]
+    slots = np.arange(spec.slots)[:, None, None] * firsts[-1]
+    tables: IntArray = (slots + np.stack(of_slot)).astype(np.int32)
+    return tables
 
 
 def _result_tokens(data: jax.Array, k: int) -> Any:

@@ -31,6 +31,7 @@ WITHOUT_ACCURACY = (CURVES[0], ("eval/reward", "held-out reward", "#d1590f"))
 TRAINER_PHASES = (
     ("time/wait_data_s", "waits for answers", "#d8d8d4"),
     ("time/train_s", "learns", "#1f6feb"),
+    ("time/wait_eval_s", "waits for answers", "#d8d8d4"),  # of an evaluation beside
     ("time/publish_s", "publishes", "#8250df"),
     ("time/eval_s", "evaluates", "#d1590f"),
 )
@@ -124,7 +125,8 @@ def _timeline(lines: Sequence[Line]) -> str:
             f'fill="{color}" fill-opacity="{opacity:.2f}"/>'
         )
 
-    legend = [*((label, c) for _, label, c in TRAINER_PHASES), ("samplers busy", BUSY)]
+    phases = {label: color for _, label, color in TRAINER_PHASES}
+    legend = [*phases.items(), ("samplers busy", BUSY)]
     drawn = [_legend(legend, LANES[0][1] - 14)]
     drawn += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
     before = start
@@ -132,8 +134,9 @@ def _timeline(lines: Sequence[Line]) -> str:
         at, after = line["time/elapsed_s"] - line["time/step_s"], line["time/elapsed_s"]
         for key, _, color in TRAINER_PHASES:
             if line.get(key, 0.0) > 0:
-                drawn.append(bar(0, at, at + line[key], color))
-                at += line[key]
+                until = min(at + line[key], after)  # an evaluation beside goes on after its step
+                drawn.append(bar(0, at, until, color))
+                at = until
         if "sampler/busy_share" in line:
             drawn.append(bar(1, before, after, BUSY, line["sampler/busy_share"]))
         before = after

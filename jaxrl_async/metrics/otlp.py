@@ -10,6 +10,7 @@ import logging
 import os
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
 from itertools import islice
 from typing import Any
 from urllib.parse import unquote
@@ -81,7 +82,7 @@ def send(tracks: Tracks, process: str, run: str, since_s: float) -> int:
             )
             with urllib.request.urlopen(request, timeout=TIMEOUT_S):
                 sent += len(body["resourceSpans"][0]["scopeSpans"][0]["spans"])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         log.warning("spans could not be sent to %s after %d: %s", where, sent, in_a_line(error))
     else:
         log.info("%d spans sent to %s", sent, where)

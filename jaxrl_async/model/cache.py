@@ -1,7 +1,11 @@
 """The key-value cache in pages, and the two forms in which the decode loop works on it.
 
 Shapes: P pages, G tokens a page, N kv heads, K head width, R rows (running sequences), C context
-columns (whole pages), X extra columns for the tokens of one block, n tokens.
+columns (whole pages; of layers with a window at most those of the window), X extra columns for the
+tokens of one block, n tokens.
+
+A page has the layers of one group (kv_layout.py), each in an array of its own; every layer's tokens
+are found by the table of its group.
 
     gathered    pages are copied once per block into a working copy [R, N, K, C + X] (keys with the
                 positions last: the fastest form for XLA's CPU and a dense one for a GPU), every row
@@ -12,6 +16,7 @@ The form is chosen once per engine; both hold the same numbers. Of a model with 
 (latent.py) pages are gathered, and values have width 0: the keys, of one head, are the values, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.attention import capped, softmax_with_sinks
+from jaxrl_async.model.kv_layout import KvLayout
 from jaxrl_async.model.sink_pages import page_head_dim, sinks_page
 from jaxrl_async.model.spec import ModelSpec
 
@@ -27,10 +33,10 @@ MASKED = -1e30
 
 
 class PagedKV(NamedTuple):
-    """Keys and values of every layer, in pages.
+    """Keys and values in pages: one array for each layer of a group, see kv_layout.py.
 
-    gathered: k layers of [P, N, K, G], v layers of [P, N, G, K].
-    ragged: k layers of [P, G, 2 N, W], keys and values alternating on the third axis, heads padded
+    gathered: k arrays of [P, N, K, G], v arrays of [P, N, G, K].
+    ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis, heads padded
     with zeros to the width that the kernel reads; v is empty.
     """
 
@@ -46,24 +52,27 @@ class NewKV(NamedTuple):
 
 
 class CachedContext(NamedTuple):
-    """Pages of some rows put side by side."""
+    """Pages of some rows put side by side; layers of a gated delta net have no heads."""
 
     k: tuple[Array, ...]  # layers of [R, N, K, C]
     v: tuple[Array, ...]  # layers of [R, N, C, K]
 
 
 def init_pages(
-    spec: ModelSpec, pages: int, page_tokens: int, dtype: Any, *, ragged: bool = False
+    spec: ModelSpec,
+    layout: KvLayout,
+    pages: int,
+    page_tokens: int,
+    dtype: Any,
+    *,
+    ragged: bool = False,
 ) -> PagedKV:
     """Return empty pages; for the ragged kernel and a model with sinks with a sinks_page behind
     them."""
     (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
-        """Pages of all layers; those of a gated delta net have no heads."""
-        heads = 2 if ragged else 1
-        none = tuple(0 if i == heads else size for i, size in enumerate(shape))
-        return tuple(jnp.zeros(none if kind.is_linear else shape, dtype) for kind in spec.kinds)
+        return tuple(jnp.zeros(shape, dtype) for _ in range(layout.arrays))
 
     if ragged and spec.sinks:
         shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to
@@ -84,24 +93,22 @@ def page_axes(*, ragged: bool) -> tuple[str | None, ...]:
     return (None, None, "kv_heads", None) if ragged else (None, "kv_heads", None, None)
 
 
-def write_tokens(kv: PagedKV, new: NewKV, pages: Array, offsets: Array) -> PagedKV:
-    """Write tokens [n] at offsets [n] of pages [n]; P is the number of no page (padding)."""
-    if is_ragged(kv):
-        return PagedKV(
-            tuple(
-                p.at[pages, offsets].set(interleaved(k, v, p), mode="drop")
-                for p, k, v in zip(kv.k, new.k, new.v, strict=True)
-            ),
-            (),
-        )
-
-    def put(into: Any, values: Array) -> Array:
-        return into.set(values.astype(kv.k[0].dtype), mode="drop")
-
-    return PagedKV(
-        tuple(put(p.at[pages, :, :, offsets], x) for p, x in zip(kv.k, new.k, strict=True)),
-        tuple(put(p.at[pages, :, offsets], x) for p, x in zip(kv.v, new.v, strict=True)),
-    )
+def write_tokens(
+    kv: PagedKV, layout: KvLayout, new: NewKV, pages: Array, offsets: Array
+) -> PagedKV:
+    """Write tokens at offsets [n] of pages [groups, n]; P is the number of no page (padding, and
+    what a window hides)."""
+    keys, values = list(kv.k), list(kv.v)
+    for layer, (g, a) in layout.places.items():
+        k, v = new.k[layer], new.v[layer]
+        if is_ragged(kv):
+            cells = interleaved(k, v, keys[a])
+            keys[a] = keys[a].at[pages[g], offsets].set(cells, mode="drop")
+            continue
+        k, v = k.astype(keys[a].dtype), v.astype(keys[a].dtype)
+        keys[a] = keys[a].at[pages[g], :, :, offsets].set(k, mode="drop")
+        values[a] = values[a].at[pages[g], :, offsets].set(v, mode="drop")
+    return PagedKV(tuple(keys), tuple(values))
 
 
 def interleaved(k: Array, v: Array, like: Array) -> Array:
@@ -125,42 +132,78 @@ def take(pages: Array, ids: Array) -> Array:
     return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
-def gather(kv: PagedKV, tables: Array, head_dim: int, extra: int = 0) -> CachedContext:
-    """Put the pages that tables [R, C / G] name side by side, with `extra` empty columns behind."""
-    R, count = tables.shape
+def gather(
+    kv: PagedKV, layout: KvLayout, tables: Sequence[Array], head_dim: int, extra: int = 0
+) -> CachedContext:
+    """Put the pages that each group's table [R, C / G] names side by side, with `extra` empty
+    columns behind.
 
-    def keys(p: Array) -> Array:
-        N, K, G = p.shape[1:]
-        rows = jax.lax.optimization_barrier(take(p, tables))  # [R, count, N, K, G]
-        rows = jnp.moveaxis(rows, 1, 3).reshape(R, N, K, count * G)
-        return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, extra)))
+    The groups' tables may differ in length: of layers with a window they need name only its pages.
+    """
+    R = tables[0].shape[0]
+    places = layout.places
 
-    def values(p: Array) -> Array:
-        N, G, K = p.shape[1:]
-        rows = jnp.swapaxes(take(p, tables), 1, 2).reshape(R, N, count * G, K)
-        return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
+    def sides(layer: int) -> tuple[Array, Array]:
+        if layer not in places:
+            none = jnp.zeros((R, 0, head_dim, extra), kv.k[0].dtype)
+            return none, jnp.swapaxes(none, 2, 3)
+        g, a = places[layer]
+        if is_ragged(kv):
+            return pairs_of(kv.k[a], tables[g], head_dim, extra)
+        return _keys_of(kv.k[a], tables[g], extra), _values_of(kv.v[a], tables[g], extra)
 
-    if not is_ragged(kv):
-        return CachedContext(tuple(keys(p) for p in kv.k), tuple(values(p) for p in kv.v))
-    pairs = [
-        take(p, tables).reshape(R, count * p.shape[1], *p.shape[2:])[..., :head_dim] for p in kv.k
-    ]
-    pairs = [jnp.pad(p, ((0, 0), (0, extra), (0, 0), (0, 0))) for p in pairs]
-    return CachedContext(
-        tuple(jnp.moveaxis(p[:, :, 0::2], 1, 3) for p in pairs),
-        tuple(jnp.swapaxes(p[:, :, 1::2], 1, 2) for p in pairs),
-    )
+    both = [sides(layer) for layer in range(max(places, default=-1) + 1)]
+    return CachedContext(tuple(k for k, _ in both), tuple(v for _, v in both))
 
 
-def columns(context: CachedContext, start: int) -> NewKV:
-    """Return the columns from `start` on as tokens: row by row, [R * X] of them."""
+def _keys_of(pages: Array, table: Array, extra: int) -> Array:
+    """Return keys [R, N, K, C + X] of pages [P, N, K, G]."""
+    N, K, G = pages.shape[1:]
+    R, count = table.shape
+    rows = jax.lax.optimization_barrier(take(pages, table))  # [R, count, N, K, G]
+    rows = jnp.moveaxis(rows, 1, 3).reshape(R, N, K, count * G)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, extra)))
+
+
+def _values_of(pages: Array, table: Array, extra: int) -> Array:
+    """Return values [R, N, C + X, K] of pages [P, N, G, K]."""
+    N, G, K = pages.shape[1:]
+    R, count = table.shape
+    rows = jnp.swapaxes(take(pages, table), 1, 2).reshape(R, N, count * G, K)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+
+def pairs_of(pages: Array, table: Array, head_dim: int, extra: int = 0) -> tuple[Array, Array]:
+    """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]."""
+    R, count = table.shape
+    rows = take(pages, table).reshape(R, count * pages.shape[1], *pages.shape[2:])[..., :head_dim]
+    rows = jnp.pad(rows, ((0, 0), (0, extra), (0, 0), (0, 0)))
+    return jnp.moveaxis(rows[:, :, 0::2], 1, 3), jnp.swapaxes(rows[:, :, 1::2], 1, 2)
+
+
+def recent_pages(
+    table: Array, positions: Array, window: int, page_tokens: int
+) -> tuple[Array, Array]:
+    """Return the pages that hold the window behind each position, [R, w] of a table [R, W], and
+    the position of their first token [R]; window 0, or one as long: all of them, from 0."""
+    width = table.shape[1]
+    count = -(-(window - 1) // page_tokens) + 1
+    if not window or count >= width:
+        return table, jnp.zeros_like(positions)
+    first = jnp.maximum(positions + 1 - window, 0) // page_tokens
+    numbers = jnp.minimum(first[:, None] + jnp.arange(count), width - 1)
+    return jnp.take_along_axis(table, numbers, axis=1), first * page_tokens
+
+
+def columns(context: CachedContext, count: int) -> NewKV:
+    """Return the last columns, so many, as tokens: row by row, [R * count] of them."""
 
     def keys(w: Array) -> Array:
-        new = jnp.moveaxis(w[..., start:], 3, 1)
+        new = jnp.moveaxis(w[..., w.shape[3] - count :], 3, 1)
         return new.reshape(new.shape[0] * new.shape[1], *new.shape[2:])
 
     def values(w: Array) -> Array:
-        new = jnp.swapaxes(w[:, :, start:], 1, 2)
+        new = jnp.swapaxes(w[:, :, w.shape[2] - count :], 1, 2)
         return new.reshape(new.shape[0] * new.shape[1], *new.shape[2:])
 
     return NewKV(tuple(keys(w) for w in context.k), tuple(values(w) for w in context.v))

@@ -132,13 +132,6 @@ class ModelSpec:
         return runs_of(self.kinds)
 
     @property
-    def widest_window(self) -> int:
-        """The widest window if every layer has one: what lies behind it is never seen again. Else
-        0."""
-        windows = [kind.window for kind in self.pattern]
-        return max(windows) if all(windows) else 0
-
-    @property
     def rotary_dim(self) -> int:
         """Components of a head that rotary positions are about: of them a share turns."""
         return self.latent.rotated if self.latent else self.head_dim

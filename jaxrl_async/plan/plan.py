@@ -10,7 +10,6 @@ from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.config.seats_section import frozen_models, resident_snapshots
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
-from jaxrl_async.model.cache import is_ragged
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
 from jaxrl_async.plan.chips import Chip, Slice, is_slice
@@ -34,6 +33,7 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 from jaxrl_async.trainer.optimizer import optimizer_bytes
@@ -265,17 +265,26 @@ def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogr
     """Return the load at the mean context, with as many rows as slots and pages allow."""
     kv = held.kv
     context = min(mean_context(lengths, prompt_tokens(config)), config.sampler.max_length)
-    token_bytes = bytes_per_device(held.state.kv) / (kv.pages * kv.page_tokens)
-    with_pages = int(kv.pages * kv.page_tokens / (context + kv.page_tokens))
-    rows = max(1, min(kv.slots, with_pages))
-    read = read_tokens(spec, kv.page_tokens, context) if is_ragged(held.state.kv) else context
-    return DecodeLoad(rows=rows, context=context, read_bytes=rows * read * token_bytes)
+    layer_bytes = bytes_per_device(held.state.kv) / (
+        kv.pages * kv.page_tokens * kv.layout.arrays
+    )  # of a token
+    rows = max(1, min(kv.slots, int(kv.pages / pages_at(kv, context))))
+    read = read_tokens(spec, kv.page_tokens, context) * len(kv.layout.places)
+    return DecodeLoad(rows=rows, context=context, read_bytes=rows * read * layer_bytes)
+
+
+def pages_at(kv: MemoryPlan, context: float) -> float:
+    """Return the pages of a sequence of this length, the mean over where in a page it ends: of
+    layers with a window at most those that it keeps."""
+    whole = context / kv.page_tokens + 1
+    kept = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
+    return sum(min(whole, pages) for pages in kept)
 
 
 def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
-    """Return how many tokens' KV a row reads in a step, the mean over the layers: of one with a
-    window the pages that hold it. Memory is another matter: a page has the tokens of all layers."""
-    windows = [kind.window for kind in spec.kinds]
+    """Return how many tokens' KV a row reads in a step, the mean over the layers with KV: of one
+    with a window the pages that hold it."""
+    windows = [kind.window for kind in spec.kinds if not kind.is_linear]
     held = {w: (-(-(w - 1) // page_tokens) + 1) * page_tokens if w else context for w in windows}
     return sum(min(context, held[w]) for w in windows) / len(windows)
 

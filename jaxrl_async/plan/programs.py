@@ -214,8 +214,8 @@ def sampler_programs(
     The block has all slots at work and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype), mesh=mesh)
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     sent, once = arrived(config, spec, mesh)
     params = sent if once is None else beside(once, sent)
@@ -267,7 +267,7 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     rows = np.zeros(B, np.int32)
     return PrefillArgs(
         ints, ints, np.zeros((B, T), np.int32), ints, rows, rows + 1,
-        np.zeros((B, pages if later else 0), np.int32),
+        np.zeros((B, len(engine.kv_layout.groups), pages if later else 0), np.int32),
         slots=rows if engine.model.delta else None,
     )  # fmt: skip
 
@@ -282,7 +282,7 @@ def run_shapes(engine: EngineSpec, context_pages: int) -> DecodeArgs:
         num_reserve=np.int32(0),
         lengths=np.zeros(total, np.int32),
         drawn=np.zeros(total, np.int32),
-        tables=np.zeros((total, width), np.int32),
+        tables=np.zeros((total, len(engine.kv_layout.groups), width), np.int32),
         steps=np.int32(engine.block),
     )
 

@@ -346,6 +346,8 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
     hint = "Resume it without: dataclasses.replace(partial, kv=None, kv_version=None)."
     if not isinstance(kv, np.ndarray) or not _is_whole(saved.kv_version):
         raise RolloutError(f"{name}: kv is not an array, or has no kv_version. {hint}")
+    if not _is_whole(saved.kv_page_tokens) or saved.kv_page_tokens < 0:
+        raise RolloutError(f"{name}: kv_page_tokens is no number of tokens. {hint}")
     if room.kv_shape is None:
         return
     layers, sides, heads, width = room.kv_shape

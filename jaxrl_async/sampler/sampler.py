@@ -559,6 +559,7 @@ class DecodeLoop:
             self.stats.plus(**more).updated(batch.stats),
             generated_tokens=batch.stats.used_slot_steps,
             prefix_hit_tokens=prefixes.hit_tokens,
+            prefix_hidden_tokens=prefixes.hidden_tokens,
             prefix_asked_tokens=prefixes.asked_tokens,
             evicted_pages=prefixes.evicted_pages,
             in_flight=len(batch.placed),

@@ -21,6 +21,7 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, span
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.delta_layer import empty_states
+from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
@@ -124,7 +125,8 @@ def build_setup(
     room = settings.adapters
     section = section or roomy_section(spec, settings.dtype, room, mesh)
     check_positions(spec, section.max_length, "sampler.max_length", "the policy")
-    plan = kv_plan(spec, section, settings.dtype, room, mesh)
+    keep_routing = settings.keep_routing
+    plan = kv_plan(spec, section, settings.dtype, room, mesh, keep_routing=keep_routing)
     if room is not None:
         log.info(
             "%s: %.1f MiB of KV cache, and %.1f MiB of places for %d adapters up to rank %d",
@@ -141,7 +143,7 @@ def build_setup(
         mesh,
         dtype=settings.dtype,
         one_thread=settings.one_thread,
-        keep_routing=settings.keep_routing,
+        keep_routing=keep_routing,
         room=room,
     )
     return SamplerSetup(
@@ -195,7 +197,8 @@ def roomy_section(
     usual = schema.SamplerSection()
     plan = kv_plan(spec, usual, dtype, room, mesh)
     longest = min(spec.max_positions, LONGEST)
-    needed = -(-longest // plan.page_tokens) * plan.page_bytes
+    pages = plan.layout.most_pages_of(longest, plan.page_tokens, plan.block)
+    needed = pages * plan.page_bytes
     return usual.model_copy(
         update={
             "max_length": longest,
@@ -211,6 +214,8 @@ def kv_plan(
     dtype: Any,
     room: AdapterRoom | None = None,
     mesh: Mesh | None = None,
+    *,
+    keep_routing: bool = False,
 ) -> MemoryPlan:
     """Return how many slots and pages a model has in the memory of this section. Raises
     ConfigError.
@@ -223,6 +228,7 @@ def kv_plan(
             none.
         mesh: of the sampler: places lie several times on some of its devices, and pages of the
             TPU's kernel hold heads as wide as a register; None: one device.
+        keep_routing: whether it tells each token's experts.
     """
     sides, heads, width = spec.cached_shape
     if uses_ragged(section.attention, mesh, spec):
@@ -231,15 +237,24 @@ def kv_plan(
     mib = section.kv_memory_mib
     of_places = jnp.bfloat16 if section.matmul == "bfloat16" else dtype
     return plan_memory(
-        token_bytes=max(1, sum(not kind.is_linear for kind in spec.kinds)) * each,
+        token_bytes=each,
+        layout=kept_layout(spec, keep_routing),
         max_length=section.max_length,
         page_tokens=section.page_tokens,
+        block=section.block,
         slots=section.slots,
         reserve_share=section.reserve,
         budget_bytes=None if mib is None else int(mib * 2**20),
         state_bytes=_state_bytes(spec),
         places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
     )
+
+
+def kept_layout(spec: ModelSpec, keep_routing: bool) -> KvLayout:
+    """Return the groups of layers that share pages, and what each keeps; the experts of a token
+    (batch/routes.py) are kept in pages of layers that keep all tokens."""
+    layout = layout_of(spec.kinds)
+    return layout.keeping_all if keep_routing and layout.groups[0].window else layout
 
 
 def _state_bytes(spec: ModelSpec) -> int:
@@ -310,6 +325,7 @@ def build_engine(
         eight_bits=eight_bits,
         keeps_routes=keep_routing,
         room=room,
+        layout=kept_layout(spec, keep_routing),
     )
     if eight_bits and not (engine_spec.cpu_products and engine_spec.fused):
         raise ConfigError(

@@ -53,6 +53,7 @@ class SamplerStats:
     prefill_tokens: int = _is(COUNTER)  # computed, without padding
     recomputed_tokens: int = _is(COUNTER)  # of those, again after a swap or a preemption
     prefix_hit_tokens: int = _is(COUNTER)  # prompt tokens found in the prefix store
+    prefix_hidden_tokens: int = _is(COUNTER)  # found there but for layers with a window
     prefix_asked_tokens: int = _is(COUNTER)  # prompt tokens looked up there
     evicted_pages: int = _is(COUNTER)
     requests_done: int = _is(COUNTER)

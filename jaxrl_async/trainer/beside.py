@@ -16,9 +16,11 @@ Finish = Callable[[Mapping[str, float]], None]
 class EvaluationBeside:
     """One evaluation under way. Owned by the trainer's thread."""
 
-    def __init__(self, evaluate: Callable[[], Mapping[str, float]], finish: Finish) -> None:
-        """Begin it. evaluate: called on a thread of its own."""
-        self._finish, self._evaluate = finish, evaluate
+    def __init__(
+        self, evaluate: Callable[[], Mapping[str, float]], finish: Finish, version: int
+    ) -> None:
+        """Begin it. evaluate: called on a thread of its own; version: what is evaluated."""
+        self._finish, self._evaluate, self._version = finish, evaluate, version
         self._values: Mapping[str, float] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
@@ -33,7 +35,7 @@ class EvaluationBeside:
 
     def _run(self) -> None:
         try:
-            with span("evaluate"):
+            with span("evaluate", "evaluation", version=self._version):  # one track of all threads
                 self._values = self._evaluate()
         except Closed:  # the samplers have ended: so does the run, for a reason of its own
             log.debug("an evaluation ended: closed")

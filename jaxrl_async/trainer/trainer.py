@@ -133,7 +133,7 @@ class Trainer:
             except Closed:
                 if not self._outlets.should_stop():
                     raise
-            self._complete_evaluation()
+            self._complete_evaluation(self._clock())
         finally:
             self._save(last=True)
 
@@ -143,21 +143,24 @@ class Trainer:
         return {**pace, "skipped": self._skipped_in_row}
 
     def _one_step(self) -> None:
-        start = self._clock()
+        start = asked = self._clock()
+        if self._turn is not None:  # not within the turn: the others would wait for it, too
+            asked = self._complete_evaluation(start)
         self._now("waiting for groups")
         draw = self._draw()
         if draw is None:
             return
-        drawn = self._clock()
+        drawn = in_turn = self._clock()
         if self._turn is not None:
             self._now("waiting for its turn")
         with self._turn or NO_DEVICE_LOCK:
-            in_turn = self._clock()
+            if self._turn is not None:
+                in_turn = self._clock()
             self._now("learning")
             values = self._learn(draw)
             trained = self._clock()
-            self._complete_evaluation()  # of weights that are live until the next are published
-            evaluated = self._clock()
+            # of weights that are live until the next are published
+            evaluated = self._complete_evaluation(trained)
             last = self.version == self._settings.total_steps or self._outlets.should_stop()
             evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
             beside = evaluates and not last and self._settings.eval_beside
@@ -173,6 +176,7 @@ class Trainer:
             values |= self._outlets.evaluate()
         times = StepTimes(
             start=start,
+            asked=asked,
             drawn=drawn,
             in_turn=in_turn,
             trained=trained,
@@ -203,14 +207,16 @@ class Trainer:
             self._publisher.wait_live(version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             return self._outlets.evaluate()
 
-        self._beside = EvaluationBeside(evaluate, finish)
+        self._beside = EvaluationBeside(evaluate, finish, version)
 
-    def _complete_evaluation(self) -> None:
-        """Wait for the evaluation under way, if there is one."""
+    def _complete_evaluation(self, since: float) -> float:
+        """Wait for the evaluation under way; return when it ended, or `since` if there is none."""
         beside, self._beside = self._beside, None
-        if beside is not None:
-            self._now("evaluating")
-            beside.complete()
+        if beside is None:
+            return since
+        self._now("evaluating")
+        beside.complete()
+        return self._clock()
 
     def _evaluation_is_due(self) -> bool:
         return self._settings.eval_every > 0 and self.version % self._settings.eval_every == 0
@@ -309,6 +315,7 @@ class Trainer:
 
     def _stop_if_lost(self) -> None:
         if self._skipped_in_row >= self._settings.max_skipped_steps:
+            self._complete_evaluation(self._clock())
             raise TrainingError(
                 f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the "
                 "last made "

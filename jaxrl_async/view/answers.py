@@ -1,6 +1,7 @@
 """What the page asks about runs, answered from their folders: bounded, as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from typing import Any
 
 from jaxrl_async.metrics.metric import metric_of
@@ -135,4 +136,6 @@ def _number(query: Query, name: str, usual: Any) -> Any:
 
 def _fraction(query: Query, name: str) -> float | None:
     given = (query.get(name) or [""])[0]
+    if given and isnan(float(given)):
+        raise ValueError(f"{name} is no number")
     return float(given) if given else None

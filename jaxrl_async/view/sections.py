@@ -162,6 +162,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                     ("time/step_s", "step"),
                     ("time/train_s", "train"),
                     ("time/wait_data_s", "wait for data"),
+                    ("time/wait_eval_s", "wait for an evaluation"),
                     ("time/publish_s", "publish"),
                 ),
                 True,

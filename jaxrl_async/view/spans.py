@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ MAX_SPANS = 2_000_000
 """Spans of all files that are read; those beyond are counted."""
 FAMILY = re.compile(r"(.+) \d+")
 """The numbered tracks of what overlaps."""
-FIRST = ("trainer", "sampler", "gate", "environment", "scorer", "weights", "")
+FIRST = ("trainer", "evaluation", "sampler", "gate", "environment", "scorer", "weights", "")
 """What lanes begin with, in the order in which they are shown; others come last."""
-IDLE = ("wait for groups", "wait for the turn", "wait at the gate")
+IDLE = ("wait for groups", "wait for the turn", "wait for the evaluation", "wait at the gate")
 """Spans in which somebody waits for others. A sampler that waits for its block is busy: its device
 computes."""
+
+LEAST_S = 1e-9
+"""Shortest window whose shares are told, seconds."""
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What a line that is no span may raise."""
 
 Doubles = NDArray[np.float64]
 Drawn = tuple[float, float, int, int]  # start and end, seconds; kind; how many spans
@@ -90,7 +96,7 @@ class Lane:
         for depth in range(int(self.depths.max(initial=-1)) + 1):
             chosen = within & (self.depths == depth)
             spans = self.starts[chosen], self.ends[chosen], self.kinds[chosen]
-            rows.append(thinned(*spans, (last_s - first_s) / columns))
+            rows.append(thinned(*spans, max(last_s - first_s, LEAST_S) / columns))
         return rows
 
 
@@ -110,7 +116,7 @@ class RunSpans:
         """Return the lanes between two times, at most about `columns` spans of a depth each."""
         first_s = min(max(first_s, 0.0), self.end_s)
         last_s = min(max(last_s, first_s), self.end_s)
-        window_s = max(last_s - first_s, 1e-9)
+        window_s = max(last_s - first_s, LEAST_S)
         idle = [i for i, name in enumerate(self.kinds) if name in IDLE]
         return {
             "end": rounded_s(self.end_s),
@@ -193,7 +199,7 @@ class _Reading:
                     names[tid] = str(event["args"]["name"])
                 elif kind == "X":
                     self._span(event, (process, names.get(tid, str(tid)), tid), ahead_s)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except UNREADABLE:
                 self.unread += 1
 
     def _head(self, text: str) -> float:
@@ -204,7 +210,7 @@ class _Reading:
             self.dropped += int(facts["dropped"])
             at = facts["written_at"]
             return float(at["wall_clock_s"]) - float(at["trace_clock_s"])
-        except (ValueError, KeyError, TypeError):
+        except UNREADABLE:
             self.unread += 1
             return 0.0
 
@@ -212,7 +218,8 @@ class _Reading:
         start_s = float(event["ts"]) / 1e6 + ahead_s
         end_s = start_s + float(event["dur"]) / 1e6
         name = str(event["name"])
-        if self.count >= MAX_SPANS or not start_s <= end_s < float("inf"):
+        known = isfinite(start_s) and isfinite(end_s) and start_s <= end_s
+        if self.count >= MAX_SPANS or not known:
             self.unread += 1
             return
         self.count += 1

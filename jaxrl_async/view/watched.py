@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
+from jaxrl_async.types import StopReason
 from jaxrl_async.view.sections import WARM
 from jaxrl_async.view.spans import RunSpans, read_spans, trace_files
 
@@ -298,10 +299,13 @@ def _is_locked(path: Path) -> bool:
 
 
 _CHOSEN_BY = re.compile(
-    rb'\{"step": (\d+), .*?"reward": (-?\d[\d.]*(?:e[+-]?\d+)?), .*?"stop": "([a-z_]*)"', re.DOTALL
+    rb'\{"step": (\d+), .*?"reward": (-?\d[\d.]*(?:e[+-]?\d+)?), .*?"stop": "(%s)"'
+    % "|".join(StopReason).encode(),
+    re.DOTALL,
 )
 """What a line of samples.jsonl is chosen by, where its writer puts it. No text holds such a key: a
-quotation mark within one follows a backslash."""
+quotation mark within one follows a backslash; and no part of a reward is called so with such a
+value."""
 
 
 def chosen_by(raw: bytes) -> tuple[int, float, str]:

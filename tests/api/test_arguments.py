@@ -56,6 +56,15 @@ def test_a_table_gives_its_rows_and_a_data_set_with_splits_is_refused(tmp_path) 
         settled(tmp_path, data={"train": rows, "test": rows}, reward=right)
 
 
+def test_an_empty_cell_of_a_data_frame_is_no_text(tmp_path) -> None:
+    rows = [{"question": "a", "answer": "b", "tags": ["x"]}, {"question": None, "answer": 3}]
+    with pytest.raises(DataError, match=r"data\[1\] has no column 'question'"):
+        settled(tmp_path, data=pandas.DataFrame(rows), reward=right)
+    rows[1]["question"] = "c"
+    _, task = settled(tmp_path, data=pandas.DataFrame(rows), reward=right)
+    assert task is not None and list(task.records or ()) == [rows[0], rows[1] | {"tags": None}]
+
+
 def test_records_without_a_question_are_refused_by_their_place(tmp_path) -> None:
     with pytest.raises(DataError, match=r"data\[2\] has no column 'question' or 'prompt' or 'mess"):
         settled(tmp_path, data=[*RECORDS[:2], {"q": "a"}], reward=right)

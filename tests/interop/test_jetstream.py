@@ -23,24 +23,29 @@ needs_jetstream = pytest.mark.skipif(
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
 )
+WINDOWED = ModelSpec.from_architecture(
+    schema.ArchitectureSection(
+        family="gemma3_text", layers=6, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64, window=5
+    ),
+    48,
+)
+"""Five of six layers have a window, which hides pages before an answer ends."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy(SPEC, init_params(SPEC, jax.random.key(0)))
-
-
 @needs_jetstream
-@pytest.mark.parametrize("tokens_per_step", [1, 4])
+@pytest.mark.parametrize(
+    ("spec", "tokens_per_step", "steps"), [(SPEC, 1, 12), (SPEC, 4, 12), (WINDOWED, 4, 96)]
+)
 def test_a_jetstream_engine_draws_what_our_sampler_draws(
-    policy: Policy, tokens_per_step: int
+    spec: ModelSpec, tokens_per_step: int, steps: int
 ) -> None:
+    policy = Policy(spec, init_params(spec, jax.random.key(0)))
     engine = jetstream.make_engine(
         policy,
         slots=3,
-        max_length=64,
-        max_new_tokens=12,
+        max_length=128,
+        max_new_tokens=steps,
         tokens_per_step=tokens_per_step,
         sampling=GREEDY,
     )
@@ -55,7 +60,7 @@ def test_a_jetstream_engine_draws_what_our_sampler_draws(
         )
         state = engine.insert(prefix, state, slot)
     drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for _ in range(12 // tokens_per_step + 1):
+    for _ in range(steps // tokens_per_step + 1):
         state, result = engine.generate(params, state)
         result.copy_to_host_async()
         result = result.convert_to_numpy()
@@ -64,10 +69,10 @@ def test_a_jetstream_engine_draws_what_our_sampler_draws(
             tokens += data.tokens[0][data.valid[0].astype(bool)].tolist()
             assert data.lengths[0] == len(tokens)
     sampler = Sampler(
-        policy, section=schema.SamplerSection(slots=2, max_length=64, max_new_tokens=12)
+        policy, section=schema.SamplerSection(slots=2, max_length=128, max_new_tokens=steps)
     )
     requests = [
-        Request(request_id=str(i), token_ids=p, max_new_tokens=12, sampling=GREEDY)
+        Request(request_id=str(i), token_ids=p, max_new_tokens=steps, sampling=GREEDY)
         for i, p in enumerate(prompts)
     ]
     ours = [c.token_ids.tolist() for c in sampler.generate(requests)]

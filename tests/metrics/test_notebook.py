@@ -49,6 +49,20 @@ def test_the_timeline_has_each_second_where_it_was():
     assert busy == pytest.approx(2 * width, abs=0.2) and busy_2 == pytest.approx(busy, abs=0.2)
 
 
+def test_an_evaluation_beside_is_not_drawn_over_the_next_step_whose_wait_for_it_is():
+    beside = line(1, **{"time/eval_s": 9.0})
+    wait = {"time/wait_data_s": 0.5, "time/train_s": 0.5, "time/wait_eval_s": 1.0}
+    svg = run_svg([beside, line(2) | wait])
+    colors = {label: color for _, label, color in TRAINER_PHASES}
+    (_, half), (left, quarter) = lane(svg, LEARNS)
+    assert half == pytest.approx(2 * quarter, abs=0.2), "the second begins where it did"
+    ((_, evaluates),) = lane(svg, colors["evaluates"])
+    assert evaluates == 0.0
+    *_, (waits_from, waits) = lane(svg, colors["waits for answers"])
+    assert waits_from == pytest.approx(left + quarter, abs=0.2)
+    assert waits == pytest.approx(half, abs=0.2)
+
+
 def test_only_the_newest_steps_are_in_the_timeline():
     assert len(lane(run_svg([line(s) for s in range(1, 4 * MAX_STEPS)]), LEARNS)) == MAX_STEPS
 

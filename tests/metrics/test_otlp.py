@@ -1,6 +1,7 @@
 """Spans sent to a collector over HTTP, read by OpenTelemetry's own messages."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -90,3 +91,25 @@ def test_without_a_collector_nothing_is_sent_and_one_that_is_gone_is_told(
     monkeypatch.setenv(otlp.TRACES, "http://127.0.0.1:9/x")
     assert otlp.send([("a", [one])], "p", "r", 0.0) == 0
     assert "could not be sent to http://127.0.0.1:9/x after 0" in caplog.text
+
+
+def test_what_is_no_collector_of_http_is_told_and_never_fails_a_run(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """Such as the port of gRPC, 4317, which many environments name."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            line, _ = server.accept()
+            with line:
+                line.recv(65536)
+                line.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00 settings\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for where in (f"http://127.0.0.1:{server.getsockname()[1]}", "http://127.0.0.1:port"):
+            monkeypatch.setenv(otlp.TRACES, where)
+            with spans.recorded_spans(tmp_path / "trace.json", "trainer 0"):
+                spans.add_span("s", 0.0, 1.0)
+            assert f"could not be sent to {where} after 0" in caplog.text
+        thread.join()

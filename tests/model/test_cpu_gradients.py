@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jaxrl_async.config import schema
 from jaxrl_async.model.attention import reference, sequence_attention
 from jaxrl_async.model.cpu.gradients import chosen, flash
 from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
+from jaxrl_async.model.decoder import hidden_states, init_params
 from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.logprobs import REFUSED
+from jaxrl_async.model.spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(
     "not has_kernels()", reason="needs g++ or clang++ and a processor with AVX2"
@@ -172,3 +175,26 @@ def test_they_are_chosen_on_a_cpu_in_float32_unless_prefixes_are_shared() -> Non
     assert sequence_attention("reference", cpu_kernels=True) is reference
     assert sequence_attention("auto", cpu_kernels=True, dtype=jnp.bfloat16) is reference
     assert sequence_attention("auto", cpu_kernels=True, shares_prefixes=True) is not flash
+
+
+@pytest.mark.parametrize("remat", ["layer", "attention", "dots"])
+def test_what_the_backward_pass_computes_again_changes_no_gradient(remat: str) -> None:
+    spec = ModelSpec.from_architecture(
+        schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), 16
+    )
+    rng = np.random.default_rng(0)
+    segments = segments_of([20, 12], [25])
+    ids = rng.integers(0, 16, segments.shape).astype(np.int32)
+    positions = np.tile(np.arange(32, dtype=np.int32), (2, 1))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradients(params: Any, remat: str) -> Any:
+        def loss(params: Any) -> Any:
+            inputs = (ids, positions, segments)
+            states = hidden_states(spec, params, *inputs, remat=remat, attention=flash)
+            return jnp.sum(jnp.where(segments[..., None] > 0, states, 0.0) ** 3)
+
+        return jax.grad(loss)(params)
+
+    params = init_params(spec, jax.random.key(0))
+    assert_close(gradients(params, remat), gradients(params, "none"))

@@ -25,6 +25,7 @@ from jaxrl_async.model.decoder import (
 )
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
+from jaxrl_async.model.kv_layout import layout_of
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec, weight_table
@@ -93,7 +94,7 @@ def test_a_token_is_cached_as_one_narrow_vector_and_flops_count_both_widths() ->
     latent = SPEC.latent
     width = latent.rank + latent.rotated
     assert (latent.rotated, latent.value, width) == (6, 6, 30)
-    pages = jax.eval_shape(lambda: cache.init_pages(SPEC, 5, 8, jnp.float32))
+    pages = jax.eval_shape(lambda: cache.init_pages(SPEC, layout_of(SPEC.kinds), 5, 8, jnp.float32))
     assert sum(x.size for x in jax.tree.leaves(pages)) == SPEC.layers * 5 * 8 * width
     plan = kv_plan(SPEC, SECTION, jnp.float32)
     assert plan.page_bytes == SPEC.layers * 8 * width * 4

@@ -292,7 +292,8 @@ def sampler_program(
         ints = np.zeros(n, np.int32)
         chunk = PrefillArgs(
             ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
-            np.zeros((B, 2), np.int32), slots=ints[:B] if spec.delta else None,
+            np.zeros((B, len(engine_spec.kv_layout.groups), 2), np.int32),
+            slots=ints[:B] if spec.delta else None,
         )  # fmt: skip
         return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
     run = DecodeArgs(
@@ -301,7 +302,7 @@ def sampler_program(
         num_reserve=np.int32(0),
         lengths=np.full(24, 40, np.int32),
         drawn=np.zeros(24, np.int32),
-        tables=np.zeros((24, 4), np.int32),
+        tables=np.zeros((24, len(engine_spec.kv_layout.groups), 4), np.int32),
         steps=np.int32(16),
     )
     lower = engine.programs.generate.lower(weights, state, run, context_pages=2, mix=Mix())

@@ -336,6 +336,25 @@ def test_a_layer_with_a_window_reads_the_pages_that_hold_it():
     assert read_tokens(spec, 64, 100.0) == 100, "no longer than the context"
 
 
+def test_a_row_takes_the_pages_that_its_windows_keep():
+    """Pages of 64 tokens: 32 and a part for all of 2,048, and two behind a window of 128 beside its
+    own and one ahead."""
+    from jaxrl_async.config.schema import ArchitectureSection
+    from jaxrl_async.model.kv_layout import layout_of
+    from jaxrl_async.model.spec import ModelSpec
+    from jaxrl_async.plan.plan import pages_at
+    from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
+
+    spec = ModelSpec.from_architecture(
+        ArchitectureSection(family="gpt_oss", layers=4, window=128), 100
+    )
+    kv = MemoryPlan(
+        slots=1, reserve=0, pages=99, page_tokens=64, page_bytes=1,
+        layout=layout_of(spec.kinds), block=16,
+    )  # fmt: skip
+    assert pages_at(kv, 2048.0) == 33 + 4 and pages_at(kv, 64.0) == 2 + 2
+
+
 def test_the_experts_products_take_their_bytes_or_their_flops():
     from jaxrl_async.plan.compiled import Compiled
     from jaxrl_async.plan.cost import Cost, Kernel

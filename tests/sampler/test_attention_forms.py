@@ -90,12 +90,13 @@ def test_with_the_cpus_own_kernels_no_traffic_needs_more_than_ten_programs() -> 
     assert compiled[True] <= 10 < compiled[False], compiled
 
 
-@pytest.mark.parametrize("many_logits", [False, True])
+@pytest.mark.parametrize("many_logits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_what_is_compiled_ahead_is_all_that_traffic_needs(many_logits, monkeypatch) -> None:
     """With a large vocabulary, inserts of few slots have programs of their own."""
     needs_cpu_kernels()
     monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
     crowded = {**CROWDED, "slots": 32 if many_logits else 24, "prefill_chunk": 300}
+    crowded["kv_memory_mib"] = 0.06
     sampler = make_sampler(**crowded)  # a spec of its own, whose programs no other test has
     mixes = [Mix(), Mix(greedy=True)]
     compile_all(sampler.engine, sampler.setup.engine.prepare(PARAMS), 300, mixes, seed=0)

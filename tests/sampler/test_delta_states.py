@@ -155,7 +155,7 @@ def test_states_take_their_part_of_the_memory() -> None:
         plan = kv_plan(spec, section, "float32")
         held = plan.kv_bytes + (plan.slots + plan.reserve) * one
         assert 0.8 * 2**19 < held <= 2**19, (slots, plan)
-    pages = init_pages(spec, plan.pages, plan.page_tokens, "float32")
+    pages = init_pages(spec, plan.layout, plan.pages, plan.page_tokens, "float32")
     assert sum(x.nbytes for x in jax.tree.leaves(pages)) == plan.kv_bytes
 
 

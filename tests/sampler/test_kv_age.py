@@ -15,7 +15,9 @@ from version_device import VOCAB, VersionDevice, logits_of, token_of
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import TokenRows, init_params
+from jaxrl_async.model.kv_layout import layout_of
 from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
@@ -50,16 +52,26 @@ class Asked:
 class Driven:
     """A sampler without a thread: the test makes each round."""
 
-    def __init__(self, mode: str, *, pages: int, device: VersionDevice | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        *,
+        pages: int,
+        device: VersionDevice | None = None,
+        spec: ModelSpec = SPEC,
+        weights: list[Any] = WEIGHTS,
+    ) -> None:
         self.mode, self.device, self.source = mode, device, Script([], after=0)
-        token_bytes = 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * 4
+        self.spec, self.weights = spec, weights
+        token_bytes = 2 * layout_of(spec.kinds).arrays * spec.kv_heads * spec.head_dim * 4
         section = schema.SamplerSection(
             slots=3, reserve=0.7, max_length=LONGEST, max_new_tokens=16, block=3, page_tokens=PAGE,
             prefill_chunk=16, on_new_weights=mode, kv_memory_mib=pages * PAGE * token_bytes / 2**20,
         )  # fmt: skip
-        setup, params = set_up((SPEC, PARAMS), section, None, 0, SamplerSettings())
+        setup, params = set_up((spec, weights[0]), section, None, 0, SamplerSettings())
         if device is not None:
-            room = replace(setup.room, vocab=VOCAB, kv_shape=(1, 2, 1, 2))
+            layers = len(device.spec.model.kinds)
+            room = replace(setup.room, vocab=VOCAB, kv_shape=(layers, 2, 1, 2))
             setup, params = replace(setup, engine=device, room=room), 0
             device.watch = self.watch
         prepared = setup.engine.prepare(params)
@@ -119,7 +131,7 @@ class Driven:
             self.submit(self.group(pick // 3, prompt))
         elif event == "publish":
             version = sampler.version + 1 + len(self.source.updates)
-            params = version if self.device else WEIGHTS[version % len(WEIGHTS)]
+            params = version if self.device else self.weights[version % len(self.weights)]
             self.source.updates.append(VersionedParams(version=version, params=params))
         elif event == "round":
             self.round()
@@ -158,6 +170,10 @@ class Driven:
             assert (partial.kv[0, 0, :, 0, 0] == partial.kv_version).all()
             assert partial.kv[0, 1, :, 0, 0].astype(int).tolist() == whole.tolist()
             MET["saved KV"] += 1
+            for layer, window in enumerate(self.batch.spec.windows):
+                there = partial.kv[layer, 0, :, 0, 0] == partial.kv_version
+                assert there[-window:].all()
+                MET["saved in part"] += int(not there.all() and partial.kv_page_tokens == PAGE)
         if len(partial.token_ids) < partial.request.max_new_tokens:
             self.saved.append(partial)
 
@@ -180,7 +196,9 @@ class Driven:
         MET.update(
             preempted=stats.preempted, swaps=stats.swaps, hits=stats.prefix_hit_tokens,
             restarted=stats.restarted, drawn=stats.generated_tokens,
+            hidden=stats.prefix_hidden_tokens,
         )  # fmt: skip
+        assert self.batch.pages.num_free + len(self.batch.store.held) == self.batch.pages.count
         for asked in self.asked:
             done = asked.done
             if done is None:
@@ -221,10 +239,11 @@ def play(driven: Driven, seed: int, events: int) -> None:
     driven.finish()
 
 
-def driven_by_numpy(mode: str, pages: int) -> Driven:
+def driven_by_numpy(mode: str, pages: int, window: int = 0) -> Driven:
     device = VersionDevice(
-        slots=3, reserve=2, max_length=LONGEST, pages=pages, page_tokens=PAGE, block=3
-    )
+        slots=3, reserve=2, max_length=LONGEST, pages=pages, page_tokens=PAGE, block=3,
+        window=window,
+    )  # fmt: skip
     return Driven(mode, pages=pages, device=device)
 
 
@@ -236,20 +255,30 @@ def test_no_cell_is_older_than_its_mode_allows_and_every_token_is_its_own(mode) 
         own_tokens(driven.asked)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_of_much_more_traffic(mode) -> None:
-    for seed in range(100, 130):
-        driven = driven_by_numpy(mode, pages=8 + seed % 24)
+def test_the_same_where_a_layer_has_a_window_and_keeps_its_pages_alone(mode) -> None:
+    """Windows that end within pages, at their ends, and beyond every sequence."""
+    for seed in range(8):
+        driven = driven_by_numpy(mode, pages=16 + 2 * seed, window=(6, 5, 1, 9, 4, 2, 14, 40)[seed])
+        play(driven, seed, events=150)
+        own_tokens(driven.asked)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_of_much_more_traffic(mode, window) -> None:
+    for seed in range(100, 110 if window else 130):
+        driven = driven_by_numpy(mode, pages=(16 if window else 8) + seed % 24, window=window)
         play(driven, seed, events=300)
         own_tokens(driven.asked)
 
 
-def forward(params: Any, rows: np.ndarray) -> np.ndarray:
+def forward(spec: ModelSpec, params: Any, rows: np.ndarray) -> np.ndarray:
     """[n, LONGEST] log-probs of each token but the first, by one pass."""
     positions = np.broadcast_to(np.arange(LONGEST), rows.shape)
     tokens = TokenRows(rows, positions, np.ones_like(rows))
-    return np.asarray(token_logprobs(SPEC, params, tokens).logprobs)
+    return np.asarray(token_logprobs(spec, params, tokens).logprobs)
 
 
 def check_logprobs(driven: Driven) -> int:
@@ -265,13 +294,13 @@ def check_logprobs(driven: Driven) -> int:
     for row, (a, c) in zip(rows, done, strict=False):
         whole = np.concatenate([a.request.token_ids, c.token_ids])
         row[: len(whole)] = whole
-    by_weights = [forward(params, rows) for params in WEIGHTS]
+    by_weights = [forward(driven.spec, params, rows) for params in driven.weights]
     compared = 0
     for i, (a, c) in enumerate(done):
         start = len(a.request.token_ids)
         end = start + len(c.token_ids)
         wanted = [
-            by_weights[v % len(WEIGHTS)][i, t]
+            by_weights[v % len(driven.weights)][i, t]
             for v, t in zip(c.versions, range(start, end), strict=True)
         ]
         np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)
@@ -279,13 +308,29 @@ def check_logprobs(driven: Driven) -> int:
     return compared
 
 
+GEMMA = ModelSpec.from_architecture(
+    schema.ArchitectureSection(
+        family="gemma3_text", layers=6, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16, window=6
+    ),
+    SPEC.vocab,
+)
+"""Five of six layers have a window."""
+MODELS = {
+    "all see everything": (SPEC, WEIGHTS, 12),
+    "most have a window": (GEMMA, [init_params(GEMMA, jax.random.key(i)) for i in range(3)], 56),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(mode, tmp_path) -> None:
-    compared = 0
+def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(
+    mode, model, tmp_path
+) -> None:
+    compared, (spec, weights, pages) = 0, MODELS[model]
     for seed in range(2):
-        driven = Driven(mode, pages=12 + 8 * seed)
+        driven = Driven(mode, pages=pages + 8 * seed, spec=spec, weights=weights)
         play(driven, seed, events=60)
         if driven.saved:
             save_partial(driven.saved[0], tmp_path / "saved")
@@ -299,6 +344,7 @@ def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(mode
 def test_the_traffic_met_what_it_is_there_for() -> None:
     for what in ("preempted", "swaps", "hits", "restarted", "old cells", "saved KV", "drawn"):
         assert MET[what] > 10, what
+    assert MET["saved in part"] > 10 and MET["hidden"] > 0, "where a layer has a window"
 
 
 def test_the_kv_of_a_groups_prompt_ages_no_further_under_steady_traffic() -> None:

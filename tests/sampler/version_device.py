@@ -2,15 +2,17 @@
 
 Weights are their version, a whole number. The next token is a hash of the tokens whose cells the
 page table names, of the version that made the logits, and of the request's key: whoever gets cells
-of other tokens, or logits of other weights, draws other tokens.
+of other tokens, or logits of other weights, draws other tokens. With a window there is a second
+layer: what it sees of its own pages must be what the first one sees there.
 """
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.model.families.parts import LayerKind
 from jaxrl_async.sampler.device.arguments import Block, DecodeState, Prefix, SlotParams
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Controls
@@ -18,6 +20,16 @@ from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 
 VOCAB = 11
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class TwoLayers:
+    """What a sampler asks of a model: a layer that sees everything, and maybe one with a window."""
+
+    kinds: tuple[LayerKind, ...]
+    vocab: int = VOCAB
+    head_dim: int = 2
+    delta: None = None
 
 
 def mixed(*parts: int) -> int:
@@ -48,8 +60,9 @@ class VersionDevice:
     of all that a slot's first token of a block sees."""
 
     def __init__(self, *, slots: int, reserve: int, max_length: int, pages: int, page_tokens: int,
-                 block: int) -> None:  # fmt: skip
-        model: Any = SimpleNamespace(vocab=VOCAB, head_dim=2, widest_window=0, delta=None)
+                 block: int, window: int = 0) -> None:  # fmt: skip
+        near = (LayerKind(window=window),) if window else ()
+        model: Any = TwoLayers((LayerKind(), *near))
         self.spec = EngineSpec(
             model=model, slots=slots, reserve=reserve, max_length=max_length, pages=pages,
             page_tokens=page_tokens, block=block,
@@ -75,12 +88,17 @@ class VersionDevice:
         return DecodeState(kv, np.zeros(S, np.int64), slot)
 
     def cells(self, state: DecodeState, table: Any, count: int) -> tuple[Any, Any]:
-        """Versions and tokens of the first `count` cells behind a page table."""
-        where = np.arange(count)
-        pages = np.asarray(table)[where // self.spec.page_tokens]
-        offsets = where % self.spec.page_tokens
-        versions = state.kv.k[0][pages, 0, 0, offsets].astype(int)
-        return versions, state.kv.v[0][pages, 0, offsets, 0].astype(int)
+        """Versions, and tokens, of the first `count` cells behind a page table [groups, W]: of the
+        layer with a window those that what follows sees."""
+        versions, tokens = [], []
+        for row, window in zip(np.asarray(table), self.spec.windows, strict=True):
+            where = np.arange(max(0, count - window + 1) if window else 0, count)
+            pages, offsets = row[where // self.spec.page_tokens], where % self.spec.page_tokens
+            assert (pages < self.spec.pages).all(), "a page that is seen is not there"
+            versions.append(state.kv.k[0][pages, 0, 0, offsets].astype(int))
+            tokens.append(state.kv.v[0][pages, 0, offsets, 0].astype(int))
+            assert tokens[-1].tolist() == tokens[0][where].tolist(), "cells of other tokens"
+        return np.concatenate(versions), tokens[0]
 
     def prefill(self, weights: int, state: DecodeState, chunk: Any) -> Prefix:
         logits = []
@@ -94,13 +112,15 @@ class VersionDevice:
         made[:, 0, 0] = weights
         tokens = np.zeros_like(made)
         tokens[:, 0, 0] = chunk.token_ids
-        return Prefix(NewKV((made,), (tokens,)), np.array(logits))
+        layers = len(self.spec.model.kinds)
+        return Prefix(NewKV((made,) * layers, (tokens,) * layers), np.array(logits))
 
     def insert(self, prefix: Prefix, state: DecodeState, into: Any) -> DecodeState:
         keys, values = state.kv.k[0], state.kv.v[0]
-        real = into.pages < self.spec.pages
-        keys[into.pages[real], :, :, into.offsets[real]] = np.asarray(prefix.kv.k[0])[real]
-        values[into.pages[real], :, into.offsets[real]] = np.asarray(prefix.kv.v[0])[real]
+        for g, pages in enumerate(into.pages):
+            real = pages < self.spec.pages
+            keys[pages[real], :, :, into.offsets[real]] = np.asarray(prefix.kv.k[g])[real]
+            values[pages[real], :, into.offsets[real]] = np.asarray(prefix.kv.v[g])[real]
         for source, target in zip(into.sources, into.targets, strict=True):
             if target < self.spec.pages:
                 keys[target], values[target] = keys[source], values[source]
@@ -134,9 +154,9 @@ class VersionDevice:
                 at = int(lengths[slot])
                 token = token_of(int(state.logits[slot]), params.keys[slot], at)
                 tokens[row, step], owners[row, step] = token, slot
-                page, offset = run.tables[slot][at // G], at % G
-                state.kv.k[0][page, 0, 0, offset] = weights
-                state.kv.v[0][page, 0, offset, 0] = token
+                pages, offset = run.tables[slot, :, at // G], at % G
+                state.kv.k[0][pages, 0, 0, offset] = weights
+                state.kv.v[0][pages, 0, offset, 0] = token
                 lengths[slot], drawn[slot] = at + 1, drawn[slot] + 1
                 _, context = self.cells(state, run.tables[slot], at + 1)
                 state.logits[slot] = logits_of(context, weights)

@@ -1,6 +1,7 @@
 """The trainer's loop, on scripted parts: order of events, evaluation, skipped steps, stopping."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class Script:
 
         return finish
 
-    def trainer(self, **settings: Any) -> Trainer:
+    def trainer(self, turn: Any = None, **settings: Any) -> Trainer:
         outlets = Outlets(
             evaluate=self.evaluate
             or (lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5}),
@@ -126,6 +127,7 @@ class Script:
             settings=TrainerSettings(
                 **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings}
             ),
+            turn=turn,
         )
 
 
@@ -173,6 +175,24 @@ def test_an_evaluation_goes_on_beside_the_next_update_which_is_published_after_i
     assert script.reports[4]["eval/accuracy"] == 1.0 and "train/skipped" in script.reports[2]
 
 
+def test_no_turn_is_held_while_an_evaluation_beside_is_waited_for() -> None:
+    """Several runs step on one slice: the others go on meanwhile."""
+    turn, goes_on = threading.Lock(), threading.Event()
+    script = Script(evaluate=lambda: {"time/eval_s": float(goes_on.wait(60))})
+    trainer = script.trainer(turn, eval_beside=True, total_steps=2)
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    until = time.monotonic() + 60
+    while trainer.doing != "evaluating" and time.monotonic() < until:
+        time.sleep(0.001)
+    assert turn.acquire(blocking=False), "it is free for another's step"
+    turn.release()
+    goes_on.set()
+    thread.join(60)
+    assert script.events[-1] == "save 2" and "report 0" in script.events
+    assert script.reports[1]["time/wait_eval_s"] > 0 and script.reports[1]["time/train_s"] >= 0
+
+
 def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_reported() -> None:
     def fails() -> dict[str, float]:
         raise EndpointMisset("no such judge.")
@@ -181,6 +201,13 @@ def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_report
     with pytest.raises(EndpointMisset, match="no such judge"):
         script.trainer(eval_beside=True).run()
     assert script.events[-2:] == ["report 0", "save 1"] and "publish 1" not in script.events
+
+
+def test_a_run_that_is_lost_still_reports_the_evaluation_beside_it() -> None:
+    script = Script(skipped=(0, 1, 2))
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        script.trainer(total_steps=10, eval_every=3, eval_beside=True).run()
+    assert script.reports[3]["eval/accuracy"] == 0.5 and script.events[-1] == "save 3"
 
 
 def test_a_stop_that_an_evaluation_beside_brings_ends_the_run_with_a_last_one() -> None:

@@ -196,6 +196,14 @@ def test_lanes_show_who_was_busy_in_the_window_that_is_chosen(page):
     sees(place.locator(".tip")).to_contain_text("learn: 650 ms from 10.3 s")
     place.locator("summary").click()
     sees(place.locator("td", has_text="trainer 0: scorer")).to_be_visible()
+    window = place.locator("p.hint").first
+    before = window.inner_text()
+    shown.mouse.move(5, 5)
+    shown.mouse.down()  # elsewhere
+    shown.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    shown.mouse.up()
+    shown.wait_for_timeout(300)
+    assert window.inner_text() == before
     canvas.dblclick()
     sees(place).to_contain_text("40 s of 40 s")
     pixels = "(c) => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
@@ -305,7 +313,16 @@ def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(re
     sees(report.locator("#busy")).to_contain_text(
         "this report has the whole run and its last steps"
     )
-    assert "scorer 15 %" in shares(report.locator("#busy canvas"))
+    canvas = report.locator("#busy canvas")
+    assert "scorer 15 %" in shares(canvas)
+    sees(report.locator("#busy")).to_contain_text("steps 1 to 40")
+    canvas.focus()
+    report.keyboard.press("+")
+    sees(report.locator("#busy")).to_contain_text("20 s of 40 s, from 10 s")
+    assert "scorer" in shares(canvas) and "%" not in shares(canvas), "of this window it has none"
+    sees(report.locator("#busy")).not_to_contain_text("steps 1 to 40")
+    report.keyboard.press("0")
+    sees(report.locator("#busy")).to_contain_text("40 s of 40 s, from 0 s: steps 1 to 40")
     report.click("[data-tab=metrics]")
     sees(report.locator("#metrics")).to_contain_text("staleness/tokens_lag_0")
     report.click("[data-tab=identity]")

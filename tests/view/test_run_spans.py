@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, write_trace
-from jaxrl_async.view.spans import RunSpans, read_spans, thinned
+from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, recorded_spans, write_trace
+from jaxrl_async.trainer.beside import EvaluationBeside
+from jaxrl_async.trainer.step_times import StepTimes
+from jaxrl_async.view.answers import ANSWERS
+from jaxrl_async.view.spans import IDLE, RunSpans, read_spans, thinned
 from jaxrl_async.view.watched import WatchedRun
 
 Given = list[tuple[str, float, float, str]]  # name, start, end, lanes
@@ -52,6 +55,24 @@ def test_a_thread_is_a_lane_of_nested_spans_and_a_wait_within_one_is_not_busy(tm
     assert spans.steps_between(0.0, 5.0) == [0, 0] and spans.steps_between(5.0, 15.0) == [0, 10]
 
 
+def test_evaluations_beside_the_trainer_are_one_lane_and_its_wait_for_one_is_not_busy(tmp_path):
+    """Each has a thread of its own; a step without a wait has no span of it."""
+    waits = {"start": 0.0, "asked": 0.0, "drawn": 4.0, "in_turn": 4.0}
+    times = StepTimes(**waits, trained=6.0, evaluated=9.0, published=10.0, ended=10.0)
+    with recorded_spans(tmp_path / "trace.json", "trainer 0"):
+        for version in (1, 2, 3):
+            EvaluationBeside(dict, lambda values: None, version).complete()
+        times.record(1, evaluates=False)
+    spans = read_spans(tmp_path)
+    assert len(lane_of(spans, "evaluation").starts) == 3 and len(spans.lanes) == 2
+    (lane,) = [lane for lane in spans.lanes if lane.name != "evaluation"]
+    drawn = [spans.kinds[kind] for kind in lane.kinds]
+    assert drawn == ["step", "wait for groups", "learn", "wait for the evaluation", "publish"]
+    idle = [i for i, name in enumerate(spans.kinds) if name in IDLE]
+    begin_s = lane.starts[0]
+    assert lane.busy_s(begin_s, begin_s + 10.0, idle) == pytest.approx(3.0)
+
+
 def test_what_overlaps_is_one_lane_and_counts_each_second_once(tmp_path):
     scores = [("score", 0.0, 4.0, "scorer"), ("score", 1.0, 2.0, "scorer")]
     written(tmp_path / "trace.json", "trainer 0", [*scores, ("score", 6.0, 8.0, "scorer")])
@@ -86,6 +107,40 @@ def test_what_is_cut_off_or_no_span_is_left_out_and_counted(tmp_path):
     assert spans.unread == 4
     (tmp_path / "trace.json").write_text("no JSON")
     assert read_spans(tmp_path).lanes == () and read_spans(tmp_path / "none").files == ()
+
+
+SPAN = '{"name": "a", "ph": "X", "pid": 1, "tid": %s, "ts": %s, "dur": %s, "args": {}},\n'
+HEAD = '{"displayTimeUnit": "ms", "otherData": {"dropped": %s, "written_at": %s}},\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SPAN % ("Infinity", 1, 1),
+        SPAN % (1, "-Infinity", 1),
+        SPAN % (1, "NaN", 1),
+        SPAN % (1, "1" + 400 * "0", 1),
+        SPAN % (1, 5, -1),
+        "[" * 100_000 + "\n",
+        HEAD % ("Infinity", '{"wall_clock_s": 1, "trace_clock_s": 0}'),
+        HEAD % (0, '{"wall_clock_s": 1}'),
+    ],
+)
+def test_numbers_that_are_no_times_are_counted_and_the_rest_is_shown(tmp_path, line):
+    (tmp_path / "trace.json").write_text(line + SPAN % (2, 0, 3e6) + SPAN % (2, 1e6, 0))
+    spans = read_spans(tmp_path)
+    assert spans.unread == 1 and [len(lane.starts) for lane in spans.lanes] == [2]
+    for window in ((0.0, 3.0), (1.0, 1.0), (1.0, float("inf"))):
+        json.dumps(spans.shown(*window, 10), allow_nan=False)
+
+
+def test_a_window_of_no_length_is_drawn_and_one_without_a_number_is_refused(tmp_path):
+    written(tmp_path / "trace.json", "t", [("x", 0.0, 9.0, ""), ("y", 1.0, 2.0, "a")] * 2)
+    run = WatchedRun(tmp_path, "run")
+    window = {"run": ["run"], "from": ["1.5"], "to": ["1.5"]}
+    assert ANSWERS["/api/spans"]({"run": run}, window)["window"] == [1.5, 1.5]
+    with pytest.raises(ValueError, match="from is no number"):
+        ANSWERS["/api/spans"]({"run": run}, window | {"from": ["nan"]})
 
 
 def test_a_run_reads_its_spans_again_when_they_change(tmp_path):

@@ -32,7 +32,8 @@ def flash(
     block of scores is in memory at a time. Padding gets zeros. The backward pass computes scores
     again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
     """
-    return _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), scoring)
+    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), scoring)
+    return out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -105,7 +105,13 @@ def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
     processes of their own see for themselves."""
     if config.mesh.remote:
         return
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype), mesh=slices.sampler)
+    plan = kv_plan(
+        spec,
+        config.sampler,
+        jnp.dtype(config.model.dtype),
+        mesh=slices.sampler,
+        keep_routing=config.algorithm.keep_routing,
+    )
     beside = resident_snapshots(config.seats)
     also = f" and those of {beside} opponents (seats)" if beside else ""
     check_memory(

@@ -133,7 +133,8 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
 
 def invitation(config: Config, spec: ModelSpec, sent: SentWeights) -> Invitation:
     """Return what a sampler that joins is told, and has to agree with."""
-    plan = kv_plan(spec, config.sampler, jnp.dtype(config.model.dtype))
+    dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
     return Invitation(
         config=config,
         spec=spec,

@@ -81,7 +81,7 @@ class Admission:
             live: a request of the queue.
             slot_index: the free slot that it gets.
             leaders: requests being prefilled, by content: the request follows one with the same
-                tokens and shares its pages, or becomes a leader itself.
+                tokens and will share its pages, or becomes a leader itself.
             weights: that will compute its KV.
             spare: pages that must stay free.
         """
@@ -89,17 +89,17 @@ class Admission:
         content, prefilled = (weights.salt, token_ids.tobytes()), 0
         leader = leaders.get(content)
         if leader is not None:
-            pages = self._pool.share(leader.pages, len(token_ids), spare=spare)
+            table = self._pool.take_for_follower(len(token_ids), spare=spare)
         else:
-            pages, prefilled = self._pool.take_for_prompt(token_ids, spare=spare, salt=weights.salt)
-        if pages is None:
+            table, prefilled = self._pool.take_for_prompt(token_ids, spare=spare, salt=weights.salt)
+        if table is None:
             return None
         prefilling = Prefilling(
             live=live,
             slot_index=slot_index,
             order=next(self._orders),
             token_ids=token_ids,
-            pages=pages,
+            table=table,
             prefilled=prefilled,
             kv_version=weights.version,
             place=weights.place,

@@ -8,7 +8,13 @@ import numpy as np
 
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of
-from jaxrl_async.sampler.batch.prefill import Sizes, insert_args, inserted_sizes, make_chunk
+from jaxrl_async.sampler.batch.prefill import (
+    Sizes,
+    copies_of,
+    insert_args,
+    inserted_sizes,
+    make_chunk,
+)
 from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -49,7 +55,7 @@ def _prefilled(
     chunk = make_chunk([], Sizes(rows, 1, tokens, width), spec)
     prefix = engine.prefill(weights, state, chunk.args)._replace(routes=None)
     for size in inserted_sizes(spec):
-        for copies in (0, size):
+        for copies in (0, copies_of(size, spec)):
             args = insert_args(
                 chunk.cells, [], spec, seed, chunk.args.slots, size=size, num_copies=copies
             )
@@ -59,7 +65,8 @@ def _prefilled(
 
 def _no_rows(spec: EngineSpec, rows: int) -> tuple[DecodeArgs, int]:
     """Return the arguments of a block of so many rows, none of which decodes, and its pages."""
-    S, pages = spec.total_slots, context_pages_of(spec, 1)
+    S, pages, groups = spec.total_slots, context_pages_of(spec, 1), len(spec.kv_layout.groups)
+    width = pages + spec.num_pages(spec.block) + 1
     nothing = np.zeros(S, np.int32)
     args = DecodeArgs(
         rows=np.full(rows, S, np.int32),
@@ -67,7 +74,7 @@ def _no_rows(spec: EngineSpec, rows: int) -> tuple[DecodeArgs, int]:
         num_reserve=np.int32(0),
         lengths=nothing,
         drawn=nothing,
-        tables=np.full((S, pages + spec.num_pages(spec.block) + 1), spec.pages, np.int32),
+        tables=np.full((S, groups, width), spec.pages, np.int32),
         steps=np.int32(spec.block),
         places=None if spec.room is None else nothing,
     )

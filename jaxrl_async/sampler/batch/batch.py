@@ -23,10 +23,19 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
-from jaxrl_async.sampler.batch.decoding import decode_args
+from jaxrl_async.sampler.batch.decoding import decode_args, form_of
 from jaxrl_async.sampler.batch.kv_pool import KvPool
 from jaxrl_async.sampler.batch.pages import Pages
-from jaxrl_async.sampler.batch.prefill import insert_args, leaders, plan_chunks, saved_chunk
+from jaxrl_async.sampler.batch.prefill import (
+    Chunk,
+    Part,
+    chunks_of,
+    insert_args,
+    leaders,
+    plan_parts,
+    saved_chunk,
+    saved_tokens,
+)
 from jaxrl_async.sampler.batch.prefix import PrefixStore
 from jaxrl_async.sampler.batch.routes import NoRoutes, Routes
 from jaxrl_async.sampler.batch.sequence import (
@@ -41,6 +50,7 @@ from jaxrl_async.sampler.batch.sequence import (
     running_of,
 )
 from jaxrl_async.sampler.batch.slots import Slots
+from jaxrl_async.sampler.batch.tables import Table
 from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -95,17 +105,11 @@ class Batch:
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
         self.pages = Pages(self.spec.pages)
         stored = prefix_cache and not self.spec.model.delta  # whose states are not in pages
-        self.store = PrefixStore(self.pages, self.spec.page_tokens, enabled=stored)
-        self._pool = KvPool(self.pages, self.store, self.spec.page_tokens)
-        self.slots = Slots(
-            self.spec.total_slots,
-            max_new=max_new,
-            page_tokens=self.spec.page_tokens,
-            no_page=self.spec.pages,
-        )
+        self.form = form_of(self.spec)
+        self.store = PrefixStore(self.pages, self.form, enabled=stored)
+        self._pool = KvPool(self.pages, self.store, self.form)
+        self.slots = Slots(self.spec.total_slots, max_new=max_new, form=self.form)
         self._routes = _routes_of(self.spec)
-        # routes are kept by page, as long as the request
-        self._window = 0 if self.spec.keeps_routes else self.spec.model.widest_window
         self.state: DecodeState = engine.init_decode_state()
         self.admission = Admission(self._pool, self.spec.total_slots)
         self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
@@ -144,11 +148,11 @@ class Batch:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is held by exactly those that name it."""
-        placed = [
-            self.slots.held(p.slot_index) if isinstance(p, Running) else p.pages
-            for p in self.placed.values()
-        ]
+        placed = [self.form.pages_in(self._table_of(p)) for p in self.placed.values()]
         self.pages.check_integrity([*placed, self.store.held])
+
+    def _table_of(self, placed: Placed) -> Table:
+        return self.slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
 
     # ---- admission
 
@@ -182,10 +186,13 @@ class Batch:
         if self._one_version and saved is not None and (saved.versions != used.version).any():
             self.stats = self.stats.plus(restarted=1, discarded_tokens=len(saved.token_ids))
             live.partial = None
-        place = partial(self.admission.place, live, slot_index, by_content, weights=used)
-        prefilling = place(spare=len(self.placed))
-        if prefilling is None and self._gave_back():
-            prefilling = place(spare=len(self.placed))
+        prefilling = self.admission.place(
+            live,
+            slot_index,
+            by_content,
+            weights=used,
+            spare=len(self.placed) * self.form.groups,
+        )
         if prefilling is None:
             return False
         self.placed[slot_index] = prefilling
@@ -198,21 +205,57 @@ class Batch:
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
-        for chunk in plan_chunks(self.prefilling, self._chunk, self.spec, self._images):
+        for chunk in chunks_of(self._parts(), self._chunk, self.spec, self._images):
             prefix = self.engine.prefill(weights, self.state, chunk.args)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()
             args = insert_args(chunk.cells, done, self.spec, self.seed, chunk.args.slots)
             self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
-            self._routes.expect(prefix.routes, *chunk.cells, args.sources, args.targets)
+            pages, offsets = chunk.cells
+            self._routes.expect(prefix.routes, pages[0], offsets, args.sources, args.targets)
+            self._keep_pages(chunk)
             for _, leader in done:
-                used = self.weights.of(leader.request)
-                if leader.kv_version == used.version:
-                    self.store.put(leader.token_ids, leader.pages, used.salt)
                 followers, leader.followers = leader.followers, []
+                for follower in followers:
+                    self._pool.share(leader.table, follower.table, len(leader.token_ids))
                 for prefilling in (leader, *followers):  # all have the leader's KV
                     prefilling.kv_version = leader.kv_version
                     self.guarded(prefilling, self._start_running)
+
+    def _parts(self) -> list[Part]:
+        """Return what is prefilled in this round, with pages for it: those that a window hides
+        before the prompt ends are taken only now.
+
+        If pages run out, requests are preempted, as for a block."""
+        parts = plan_parts(self.prefilling, self._chunk, self._images)
+        while not all(self._filled(part) for part in parts):
+            self._preempt_one()
+            parts = plan_parts(self.prefilling, self._chunk, self._images)
+        if self.store.enabled:
+            for part in parts:  # what no later token sees: for prompts that begin alike
+                self._filled(part, hidden=True)
+        return parts
+
+    def _filled(self, part: Part, *, hidden: bool = False) -> bool:
+        """Whether a request has pages for its next tokens, hidden: also for those of them that its
+        own later tokens do not see. Take them if there are enough."""
+        (prefilling, count), form = part, self.form
+        end = prefilling.prefilled + count
+        first = prefilling.prefilled // form.page_tokens if hidden else form.first_pages(end)
+        return self._pool.fill(prefilling.table, form.missing(prefilling.table, first, end))
+
+    def _keep_pages(self, chunk: Chunk) -> None:
+        """Store the full pages of what a chunk has prefilled, and give back those that windows
+        hide from all that follows."""
+        for prefilling, _ in chunk.parts:
+            table, used = prefilling.table, self.weights.of(prefilling.request)
+            hidden = self.form.hidden(table, prefilling.prefilled)
+            done = prefilling.prefilled == len(prefilling.token_ids)
+            if prefilling.kv_version == used.version and (done or hidden.any()):
+                known = prefilling.token_ids[: prefilling.prefilled]
+                self.store.put(known, table, used.salt)
+            self.pages.release(table[hidden].tolist())
+            table[hidden] = self.form.no_page
 
     def _start_running(self, prefilling: Prefilling) -> None:
         """Move a prefilled request to its slot: it decodes from the next block on."""
@@ -225,7 +268,7 @@ class Batch:
             num_prefilled=num_prefilled,
             kv_version=prefilling.kv_version,
         )
-        self.slots.occupy(slot, num_prefilled, prefilling.pages, used.version, used.place)
+        self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.place)
         if prefilling.live.partial is not None:
             self.slots.recall(slot, prefilling.live.partial)
 
@@ -238,10 +281,16 @@ class Batch:
             return
         if not self._routes.cover(saved):
             return  # prefilled again, for its experts
+        if saved.kv_page_tokens not in (0, self.spec.page_tokens):
+            return  # some of our pages that a window sees would have a part of it alone
+        n = saved_tokens(prefilling, saved.kv)
+        lacks = self.form.missing(prefilling.table, self.form.first_pages(n + 1), n)
+        if not self._pool.fill(prefilling.table, lacks):
+            return
         n, prefix, cells = saved_chunk(prefilling, saved.kv, self.spec)
         args = insert_args(cells, [], self.spec, self.seed)
         self.state = self.engine.insert(prefix, self.state, args)
-        self._routes.restore(saved, n, *cells)
+        self._routes.restore(saved, n, cells.pages[0], cells.offsets)
         prefilling.prefilled = n
 
     # ---- decode
@@ -269,16 +318,15 @@ class Batch:
         If pages run out, requests are preempted: the least urgent, and of those the youngest."""
 
         def has_pages(running: Running) -> bool:
-            slot = running.slot_index
-            left = running.live.max_new - int(self.slots.drawn[slot])
-            if self.slots.grow(slot, steps, left, self._pool):
-                return True
-            return self._gave_back() and self.slots.grow(slot, steps, left, self._pool)
+            left = running.live.max_new - int(self.slots.drawn[running.slot_index])
+            return self.slots.grow(running.slot_index, steps, left, self._pool)
 
+        for running in running_of(self.placed.values()):
+            self.pages.release(self.slots.give_back(running.slot_index))
         spec, rows = self.spec, []
         for running in running_of(self.placed.values())[: spec.slots]:
             while self.placed.get(running.slot_index) is running and not has_pages(running):
-                self.preempt(max(self.placed.values(), key=lambda p: (p.request.priority, p.order)))
+                self._preempt_one()
             rows.append(running)
         rows = [r for r in rows if self.placed.get(r.slot_index) is r]
         later = running_of(self.placed.values())[spec.slots : spec.total_slots]
@@ -286,15 +334,8 @@ class Batch:
         self.admission.adjust(len(self.placed), self.stats.preempted)
         return rows, reserve
 
-    def _gave_back(self) -> bool:
-        """Free the pages that all layers' windows hide, since memory is short; return whether there
-        were any. Their requests are then neither stored nor saved with KV."""
-        given: list[int] = []
-        if self._window:
-            for running in running_of(self.placed.values()):
-                given += self.slots.give_back(running.slot_index, self._window)
-        self.pages.release(given)
-        return bool(given)
+    def _preempt_one(self) -> None:
+        self.preempt(max(self.placed.values(), key=lambda p: (p.request.priority, p.order)))
 
     def wait_for_block(self) -> Block | None:
         """Return the started block on the host, None if none was started; changes nothing."""
@@ -343,7 +384,8 @@ class Batch:
         output = self.slots.output(slot, extras=stage.request.extras)
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
-        experts = self._routes.of_request(self.slots.pages[slot], tokens, stage.live.partial)
+        pages = self.slots.tables[slot, 0, : self.form.num_pages(tokens)]
+        experts = self._routes.of_request(pages, tokens, stage.live.partial)
         return replace(output, expert_ids=experts)
 
     # ---- leaving early
@@ -352,9 +394,9 @@ class Batch:
         """Free a slot and its pages; the followers of an unfinished prefill wait again."""
         del self.placed[placed.slot_index]
         if isinstance(placed, Running):
-            self.pages.release(self.slots.free(placed.slot_index))
+            self.pages.release(self.form.pages_in(self.slots.free(placed.slot_index)))
             return
-        self.pages.release(placed.pages)
+        self.pages.release(self.form.pages_in(placed.table))
         for follower in placed.followers:
             self.leave(follower)
         self.queue.put_back([follower.live for follower in placed.followers])

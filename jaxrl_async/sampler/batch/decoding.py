@@ -11,10 +11,22 @@ from jaxrl_async.model import cache
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.batch.slots import Slots, page_table
+from jaxrl_async.sampler.batch.slots import Slots
+from jaxrl_async.sampler.batch.tables import Table, TableForm
 from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray
+
+
+def form_of(spec: EngineSpec) -> TableForm:
+    """Return the form of an engine's tables, as wide as the widest that a block takes."""
+    longest = shapes.steps_of_half(spec.num_pages(spec.max_length))
+    return TableForm(
+        layout=spec.kv_layout,
+        page_tokens=spec.page_tokens,
+        width=longest + spec.num_pages(spec.block) + 1,
+        no_page=spec.pages,
+    )
 
 
 def decode_args(
@@ -34,7 +46,7 @@ def decode_args(
         num_reserve=np.int32(len(reserve)),
         lengths=slots.lengths.copy(),
         drawn=slots.drawn.copy(),
-        tables=slots.tables(context_pages + spec.num_pages(spec.block) + 1),
+        tables=slots.tables[:, :, : context_pages + spec.num_pages(spec.block) + 1].copy(),
         steps=np.int32(spec.block),
         places=None if spec.room is None else slots.places.copy(),
     )
@@ -49,19 +61,23 @@ def context_pages_of(spec: EngineSpec, longest: int) -> int:
     return shapes.steps_of_half(spec.num_pages(longest))
 
 
-def kv_of_pages(kv: cache.PagedKV, pages: Sequence[int], tokens: int, spec: EngineSpec) -> AnyArray:
+def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) -> AnyArray:
     """Return the KV of one sequence's tokens, [layers, 2, tokens, N, K], on the host; [layers, 1,
-    tokens, 1, K] of latent attention."""
+    tokens, 1, K] of latent attention. What a window hides is 0."""
     width = shapes.steps_of_half(spec.num_pages(tokens))
-    table = page_table(pages, width, spec.pages)
-    keys, values = jax.device_get(_read_kv(kv, table[None], spec.model.head_dim))
+    keys, values = jax.device_get(_read_kv(spec, kv, table[None, :, :width]))
     sides = [keys, values] if values.shape[-1] else [keys]
-    return np.stack(sides, axis=1)[:, :, :tokens]
+    both = np.stack(sides, axis=1)[:, :, :tokens]
+    for group in spec.kv_layout.groups:
+        begin = group.first_page(tokens, spec.page_tokens) * spec.page_tokens
+        both[list(group.layers), :, :begin] = 0
+    return both
 
 
-@partial(jax.jit, static_argnums=2)
-def _read_kv(kv: cache.PagedKV, table: AnyArray, head_dim: int) -> tuple[AnyArray, AnyArray]:
-    context = cache.gather(kv, table, head_dim)
+@partial(jax.jit, static_argnums=0)
+def _read_kv(spec: EngineSpec, kv: cache.PagedKV, tables: AnyArray) -> tuple[AnyArray, AnyArray]:
+    of_groups = [tables[:, g] for g in range(tables.shape[1])]
+    context = cache.gather(kv, spec.kv_layout, of_groups, spec.model.head_dim)
     keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
     values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
     return keys, values

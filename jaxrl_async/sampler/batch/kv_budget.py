@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.kv_layout import KvLayout
 
 STORE_SHARE = 0.25
 """Extra pages for the prefix store if no budget is given, as a share of those of the slots."""
@@ -18,7 +19,9 @@ class MemoryPlan:
     reserve: int  # slots for sequences that are prefilled ahead
     pages: int
     page_tokens: int
-    page_bytes: int  # of all layers, keys and values
+    page_bytes: int  # of the layers of one group, keys and values
+    layout: KvLayout
+    block: int  # decode steps for which a sequence needs pages ahead
     places_bytes: int = 0  # of the places for adapters, on all devices
 
     @property
@@ -26,12 +29,18 @@ class MemoryPlan:
         """pages * page_bytes."""
         return self.pages * self.page_bytes
 
+    def pages_of(self, tokens: int) -> int:
+        """Return the most pages that a sequence of so many tokens has while it decodes."""
+        return self.layout.pages_of(tokens, self.page_tokens, self.block)
+
 
 def plan_memory(
     *,
     token_bytes: int,
+    layout: KvLayout,
     max_length: int,
     page_tokens: int,
+    block: int,
     slots: int | None,
     reserve_share: float,
     budget_bytes: int | None,
@@ -41,9 +50,11 @@ def plan_memory(
     """Return how many pages fit a budget, and how many slots to use them with.
 
     Args:
-        token_bytes: keys and values of one token in all layers.
+        token_bytes: keys and values of one token in one layer.
+        layout: which layers' keys and values a page has.
         max_length: tokens of the longest sequence.
         page_tokens: tokens in a page.
+        block: decode steps for which a sequence needs pages ahead.
         slots: slots that decode; None: as many as fill the pages with sequences of half of
             max_length.
         reserve_share: reserve slots over slots.
@@ -54,12 +65,13 @@ def plan_memory(
 
     Raises ConfigError if not even one sequence of max_length fits: it could never finish.
     """
-    page_bytes = token_bytes * page_tokens
-    longest = -(-max_length // page_tokens)
+    page_bytes = token_bytes * layout.arrays * page_tokens
+    longest = layout.most_pages_of(max_length, page_tokens, block)
     if budget_bytes is None:
         slots = slots or 64
         reserve = int(slots * reserve_share)
-        pages = int((slots + reserve) * longest * (1 + STORE_SHARE))
+        each = layout.pages_of(max_length, page_tokens, block)
+        pages = max(longest, int((slots + reserve) * each * (1 + STORE_SHARE)))
     else:
         given = 1 if slots is None else slots + int(slots * reserve_share)
         states = given * state_bytes
@@ -77,8 +89,10 @@ def plan_memory(
                 f"sampler.max_length{fewer}."
             )
         if slots is None:
-            half = max(1, (longest + 1) // 2)  # pages of a sequence of half the length
-            each = half * page_bytes + int(state_bytes * (1 + reserve_share))
+            half = page_tokens * max(1, (-(-max_length // page_tokens) + 1) // 2)
+            each = layout.pages_of(half, page_tokens, block) * page_bytes + int(
+                state_bytes * (1 + reserve_share)
+            )
             slots = max(1, min(MOST_SLOTS, pages * page_bytes // each))
             pages -= -(-(slots + int(slots * reserve_share) - 1) * state_bytes // page_bytes)
             pages = max(pages, longest)
@@ -89,5 +103,7 @@ def plan_memory(
         pages=pages,
         page_tokens=page_tokens,
         page_bytes=page_bytes,
+        layout=layout,
+        block=block,
         places_bytes=places_bytes,
     )

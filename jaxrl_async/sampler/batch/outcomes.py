@@ -16,10 +16,9 @@ def ended(batch: Batch, running: Running) -> Output:
     weights, the current one, made all of it."""
     output = batch.output(running)
     slot, used = running.slot_index, batch.weights.of(running.request)
-    current = running.kv_version is not None and running.kv_version == used.version
-    if current and batch.slots.is_whole(slot):
+    if running.kv_version is not None and running.kv_version == used.version:
         whole = np.concatenate([running.request.token_ids, output.token_ids])
-        batch.store.put(whole, batch.slots.pages[slot], used.salt)
+        batch.store.put(whole, batch.slots.tables[slot], used.salt)
     batch.leave(running)
     return output
 
@@ -33,11 +32,15 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
     if batch.spec.model.delta:
         return saved  # KV is of no use without the states of gated delta nets
     slot = stage.slot_index
-    if not batch.slots.is_whole(slot):
-        return saved  # what a window hides was given back
     tokens = int(batch.slots.lengths[slot])
-    kv = kv_of_pages(batch.state.kv, batch.slots.pages[slot], tokens, batch.spec)
-    return replace(saved, kv=kv, kv_version=stage.kv_version)
+    kv = kv_of_pages(batch.state.kv, batch.slots.tables[slot], tokens, batch.spec)
+    lacks = batch.form.first_pages(tokens).any()
+    return replace(
+        saved,
+        kv=kv,
+        kv_version=stage.kv_version,
+        kv_page_tokens=batch.spec.page_tokens if lacks else 0,
+    )
 
 
 def give_up(batch: Batch, stage: Stage) -> None:

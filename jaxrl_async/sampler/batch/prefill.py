@@ -4,7 +4,7 @@ A *leader* has followers: requests with the same tokens, which share its prefill
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jaxrl_async.model.cache import NewKV
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.batch.slots import page_table
 from jaxrl_async.sampler.device.arguments import InsertArgs, PrefillArgs, Prefix, SlotParams
 from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -30,7 +29,7 @@ MANY_LOGITS = 2**21
 class Cells(NamedTuple):
     """Where in the pages the tokens of a chunk go."""
 
-    pages: IntArray  # [n] int32; a page beyond the last is padding
+    pages: IntArray  # [groups, n] int32; a page beyond the last: it is padding, or not kept
     offsets: IntArray  # [n] int32, index in the page
 
 
@@ -43,11 +42,15 @@ class Sizes(NamedTuple):
     width: int  # pages of the longest table
 
 
+Part = tuple[Prefilling, int]
+"""A request, and how many of its next tokens are prefilled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """New tokens of some requests, prefilled by one program."""
 
-    parts: list[tuple[Prefilling, int]]  # a request, and how many of its tokens
+    parts: Sequence[Part]
     args: PrefillArgs
     cells: Cells
 
@@ -73,52 +76,63 @@ def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
     return [p for p in prefilling if id(p) not in following]
 
 
-def plan_chunks(
-    waiting: Sequence[Prefilling], budget: int, spec: EngineSpec, images: ImageStore | None = None
-) -> Iterator[Chunk]:
-    """Yield the chunks of one round: up to `budget` tokens of the requests that come first, and the
-    rest of an image that would be cut: its first tokens see its last ones.
+def plan_parts(
+    waiting: Sequence[Prefilling], budget: int, images: ImageStore | None = None
+) -> list[Part]:
+    """Return what is prefilled in one round: up to `budget` tokens of the requests that come first,
+    and the rest of an image that would be cut: its first tokens see its last ones.
 
     images: that token ids name; None: they name none.
     """
     sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
-    planned = shapes.plan_prefill(sizes, budget)
-    if images is not None:
-        planned = tuple(_with_whole_images(piece, waiting, images) for piece in planned)
+    parts = []
+    for piece in shapes.plan_prefill(sizes, budget):
+        prefilling, end = waiting[piece.index], piece.start + piece.count
+        end = end if images is None else images.whole(prefilling.token_ids, end)
+        parts.append((prefilling, end - piece.start))
+    return parts
+
+
+def chunks_of(
+    planned: Sequence[Part], budget: int, spec: EngineSpec, images: ImageStore | None = None
+) -> Iterator[Chunk]:
+    """Yield the chunks of a round (plan_parts, of the same budget), each made when it is asked for:
+    by then those before it have given pages back."""
     if spec.cpu_attention and images is None:
         most = min(shapes.TOGETHER, spec.total_slots)
         for first in range(0, len(planned), most):
-            some = planned[first : first + most]
-            size = shapes.coarse_bucket(sum(piece.count for piece in some), budget)
-            parts = [(waiting[piece.index], piece.count) for piece in some]
+            parts = planned[first : first + most]
+            size = shapes.coarse_bucket(sum(count for _, count in parts), budget)
             yield make_chunk(parts, Sizes(most, 1, size, spec.num_pages(spec.max_length)), spec)
         return
-    for length, pieces in shapes.by_bucket(planned):
-        parts = [(waiting[piece.index], piece.count) for piece in pieces]
+    for length, parts in _by_bucket(planned):
         rows = shapes.rows_bucket(len(parts))
         size = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
-        width = shapes.steps_of_half(spec.num_pages(max(piece.start for piece in pieces)))
+        width = shapes.steps_of_half(spec.num_pages(max(p.prefilled for p, _ in parts)))
         yield make_chunk(parts, Sizes(rows, length, size, width), spec, images)
 
 
-def _with_whole_images(
-    piece: shapes.Piece, waiting: Sequence[Prefilling], images: ImageStore
-) -> shapes.Piece:
-    end = images.whole(waiting[piece.index].token_ids, piece.start + piece.count)
-    return replace(piece, count=end - piece.start)
+def _by_bucket(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
+    """Group parts of similar length, each group with the length that its program is compiled
+    for."""
+    buckets: dict[int, list[Part]] = {}
+    for part in parts:
+        buckets.setdefault(shapes.length_bucket(part[1]), []).append(part)
+    return sorted(buckets.items(), key=lambda bucket: bucket[0])
 
 
 def make_chunk(
-    parts: list[tuple[Prefilling, int]],
+    parts: Sequence[Part],
     sizes: Sizes,
     spec: EngineSpec,
     images: ImageStore | None = None,
 ) -> Chunk:
-    """Pack the next tokens of some requests; images: see plan_chunks."""
+    """Pack the next tokens of some requests; images: see plan_parts."""
     rows, length, n, width = sizes
+    groups = len(spec.kv_layout.groups)
     tokens, positions, cell_indices, places = (np.zeros(n, np.int32) for _ in range(4))
     begins = np.full(n, NO_IMAGE, np.int32)
-    cells = Cells(np.full(n, spec.pages, np.int32), np.zeros(n, np.int32))
+    cells = Cells(np.full((groups, n), spec.pages, np.int32), np.zeros(n, np.int32))
     token_indices = np.zeros((rows, length), np.int32)
     starts, lengths = np.zeros(rows, np.int32), np.ones(rows, np.int32)
     begin = 0
@@ -129,16 +143,16 @@ def make_chunk(
         positions[begin:end] = where
         cell_indices[begin:end] = row * length + np.arange(count)
         token_indices[row, :count] = np.arange(begin, end)[:length]
-        cells.pages[begin:end] = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
+        cells.pages[:, begin:end] = prefilling.table[:, where // spec.page_tokens]
         cells.offsets[begin:end] = where % spec.page_tokens
         starts[row], lengths[row] = start, count
         places[begin:end] = prefilling.place
         if images is not None:
             begins[begin:end] = images.begins(prefilling.token_ids)[where]
         begin = end
-    tables = np.full((rows, width), spec.pages, np.int32)
+    tables = np.full((rows, groups, width), spec.pages, np.int32)
     for row, (prefilling, _) in enumerate(parts):
-        tables[row] = page_table(prefilling.pages, width, spec.pages)
+        tables[row] = prefilling.table[:, :width]
     embedded = None
     if images is not None and images.has_any(tokens):
         embedded = begins, images.embeddings(tokens)
@@ -157,7 +171,7 @@ def make_chunk(
     return Chunk(parts=parts, args=args, cells=cells)
 
 
-def state_slots(parts: Sequence[tuple[Prefilling, int]], rows: int, spec: EngineSpec) -> IntArray:
+def state_slots(parts: Sequence[Part], rows: int, spec: EngineSpec) -> IntArray:
     """Return where the states of a chunk's sequences are [rows]; padding: in no slot."""
     return pad_to(rows, [p.slot_index for p, _ in parts], spec.total_slots)
 
@@ -180,14 +194,15 @@ def insert_args(
     """
     pairs = [(row, p) for row, leader in done for p in (leader, *leader.followers)]
     copies = [
-        (leader.pages[-1], p.pages[-1])
+        (int(a), int(b))
         for _, leader in done
         for p in leader.followers
         if len(leader.token_ids) % spec.page_tokens
+        for a, b in zip(*(_last_pages(x, spec) for x in (leader, p)), strict=True)
     ]
     size = max(size, next(s for s in inserted_sizes(spec) if s >= len(pairs)))
     if copies:
-        num_copies = size  # as many as slots, not one more shape to compile for
+        num_copies = copies_of(size, spec)
     return InsertArgs(
         pages=cells.pages,
         offsets=cells.offsets,
@@ -213,15 +228,32 @@ def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
     return (largest,) if small else tuple(s for s in sizes if s in (4, largest))
 
 
+def copies_of(size: int, spec: EngineSpec) -> int:
+    """Return for how many copies of pages an insert into so many slots is compiled: for as many as
+    there can be, not one more shape."""
+    return size * len(spec.kv_layout.groups)
+
+
+def _last_pages(prefilling: Prefilling, spec: EngineSpec) -> IntArray:
+    """Return the page of a request's last token, of each group [groups]."""
+    return prefilling.table[:, (len(prefilling.token_ids) - 1) // spec.page_tokens]
+
+
+def saved_tokens(prefilling: Prefilling, kv: Any) -> int:
+    """Return of how many of a request's tokens saved KV is used."""
+    return min(kv.shape[2], len(prefilling.token_ids) - 1)
+
+
 def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:
     """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
     prefix, and where it goes. The last token is left out: its logits must be computed."""
-    n = min(kv.shape[2], len(prefilling.token_ids) - 1)
+    n = saved_tokens(prefilling, kv)
     bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
     size = bucket(max(n, 1), 1 << 30)
     where = np.arange(n)
-    pages = np.asarray(prefilling.pages, np.int32)[where // spec.page_tokens]
-    cells = Cells(pad_to(size, pages, spec.pages), pad_to(size, where % spec.page_tokens, 0))
+    pages = np.full((len(prefilling.table), size), spec.pages, np.int32)
+    pages[:, :n] = prefilling.table[:, where // spec.page_tokens]
+    cells = Cells(pages, pad_to(size, where % spec.page_tokens, 0))
     padded = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
     padded[:, :, :n] = kv[:, :, :n]
     keys = tuple(jnp.asarray(padded[i, 0]) for i in range(len(padded)))

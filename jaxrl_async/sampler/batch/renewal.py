@@ -54,9 +54,6 @@ def recompute(batch: Batch, adapter: str = "") -> None:
     stay."""
     for placed in placed_of(batch, adapter):
         used = batch.weights.of(placed.request)
-        if isinstance(placed, Running) and not batch.slots.is_whole(placed.slot_index):
-            batch.preempt(placed)  # which counts what is computed again
-            continue
         if isinstance(placed, Running):
             slot, live = placed.slot_index, placed.live
             lost = int(batch.slots.lengths[slot])
@@ -66,7 +63,7 @@ def recompute(batch: Batch, adapter: str = "") -> None:
                 slot_index=slot,
                 order=placed.order,
                 token_ids=live.known_tokens,
-                pages=batch.slots.free(slot),
+                table=batch.slots.free(slot),
                 kv_version=used.version,
                 place=used.place,
             )

@@ -2,7 +2,7 @@
 
 Expert ids are kept where the KV that the experts made is kept, so that a request that shares,
 copies or finds pages again (groups, forks, later turns, the prefix store) finds their experts there
-too.
+too: in the pages of the first group of layers, which has those of all tokens.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ class Routes:
         for span in spans:
             length = int(into.lengths[span.slot])
             where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
-            pages = np.asarray(into.pages[span.slot], np.int32)
-            cells = pages[where // into.page_tokens], where % into.page_tokens
+            G = into.form.page_tokens
+            cells = into.tables[span.slot, 0, where // G], where % G
             self.put(routes[owners == span.slot], *cells)
 
     def cover(self, saved: Partial) -> bool:
@@ -73,9 +73,7 @@ class Routes:
         assert saved.expert_ids is not None
         self.put(saved.expert_ids[:n], pages[:n], offsets[:n])
 
-    def of_request(
-        self, pages: Sequence[int], tokens: int, saved: Partial | None
-    ) -> ExpertIds | None:
+    def of_request(self, pages: IntArray, tokens: int, saved: Partial | None) -> ExpertIds | None:
         """Return [tokens, layers, k] of the first tokens in these pages; a copy.
 
         saved: the request before it left the device. Its ids stay: they are of the passes that drew

@@ -45,15 +45,6 @@ def plan_prefill(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece
     return tuple(pieces)
 
 
-def by_bucket(pieces: Sequence[Piece]) -> list[tuple[int, tuple[Piece, ...]]]:
-    """Group pieces of similar length, each group with the length that its program is
-    compiled for."""
-    buckets: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        buckets.setdefault(length_bucket(piece.count), []).append(piece)
-    return [(length, tuple(group)) for length, group in sorted(buckets.items())]
-
-
 def length_bucket(length: int) -> int:
     """Return the least power of two, from SMALLEST_BUCKET on, that holds `length`."""
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())

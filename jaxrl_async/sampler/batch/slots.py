@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_async.sampler.batch.kv_pool import KvPool
 from jaxrl_async.sampler.batch.sequence import Output
+from jaxrl_async.sampler.batch.tables import Table, TableForm
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
 
 
@@ -25,10 +26,11 @@ class Span(NamedTuple):
 class Slots:
     """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
 
-    def __init__(self, total_slots: int, *, max_new: int, page_tokens: int, no_page: int) -> None:
-        """no_page: the number that stands for no page (the device drops what is written there)."""
-        self.page_tokens, self._no_page = page_tokens, no_page
-        self.pages: list[list[int]] = [[] for _ in range(total_slots)]  # or no_page: given back
+    def __init__(self, total_slots: int, *, max_new: int, form: TableForm) -> None:
+        self.form = form
+        self.tables: IntArray = np.stack([form.empty()] * total_slots)  # [S, groups, width]
+        self._ends = np.zeros(total_slots, np.int32)  # pages up to which a slot has all it needs
+        self._at = np.zeros(total_slots, np.int32)  # page of the last token, at the last give_back
         self.lengths = np.zeros(total_slots, np.int32)
         self.drawn = np.zeros(total_slots, np.int32)
         self.logits_versions = np.zeros(total_slots, np.int32)
@@ -39,12 +41,11 @@ class Slots:
         self.full_logprobs = np.zeros((total_slots, max_new), np.float32)
         self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
 
-    def occupy(
-        self, slot: int, length: int, pages: Sequence[int], version: int, place: int = 0
-    ) -> None:
+    def occupy(self, slot: int, length: int, table: Table, version: int, place: int = 0) -> None:
         """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`, with
         the adapter in `place`."""
-        self.pages[slot] = list(pages)
+        self.tables[slot] = table
+        self._ends[slot], self._at[slot] = self.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot], self.places[slot] = version, place
         self.kept[slot] = []
@@ -59,47 +60,38 @@ class Slots:
         if partial.kept is not None:
             self.kept[slot] = [partial.kept.of(t) for t in range(n)]
 
-    def free(self, slot: int) -> list[int]:
-        """Empty a slot and return its pages, which stay held."""
-        pages, self.pages[slot] = self.held(slot), []
+    def free(self, slot: int) -> Table:
+        """Empty a slot and return its table, whose pages stay held."""
+        table = self.tables[slot].copy()
+        self.tables[slot] = self.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
         self.kept[slot] = []
-        return pages
+        return table
 
-    def held(self, slot: int) -> list[int]:
-        """Return the pages that a slot holds: those that it gave back are missing."""
-        return [page for page in self.pages[slot] if page != self._no_page]
-
-    def is_whole(self, slot: int) -> bool:
-        """Return whether a slot holds all of its tokens."""
-        return self._no_page not in self.pages[slot]
-
-    def give_back(self, slot: int, window: int) -> list[int]:
-        """Take out and return the pages that lie behind the window of every later token: the next
-        one, at position `length`, sees those above length - window."""
-        hidden = max(0, int(self.lengths[slot]) - window + 1) // self.page_tokens
-        pages = self.pages[slot]
-        given = [page for page in pages[:hidden] if page != self._no_page]
-        pages[:hidden] = [self._no_page] * min(hidden, len(pages))
+    def give_back(self, slot: int) -> list[int]:
+        """Take out and return the pages that windows hide from every later token."""
+        at = (int(self.lengths[slot]) - 1) // self.form.page_tokens
+        if at == self._at[slot]:
+            return []
+        self._at[slot], table = at, self.tables[slot]
+        hidden = self.form.hidden(table, int(self.lengths[slot]))
+        given: list[int] = table[hidden].tolist()
+        table[hidden] = self.form.no_page
         return given
-
-    def missing_pages(self, slot: int, steps: int, limit: int) -> int:
-        """Return how many pages a slot needs for `steps` more tokens, `limit` of them at most."""
-        tokens = int(self.lengths[slot]) + min(steps, limit)
-        return max(0, -(-tokens // self.page_tokens) - len(self.pages[slot]))
 
     def grow(self, slot: int, steps: int, limit: int, pool: KvPool) -> bool:
         """Give a slot the pages for `steps` more tokens, `limit` of them at most; return False if
         the pool has too few."""
-        more = pool.take(self.missing_pages(slot, steps, limit))
+        begin = int(self._ends[slot])
+        end = self.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
+        if end <= begin:
+            return True
+        more = pool.take((end - begin) * self.form.groups)
         if more is None:
             return False
-        self.pages[slot] += more
+        self.tables[slot, :, begin:end] = np.reshape(more, (self.form.groups, end - begin))
+        self._ends[slot] = end
         return True
-
-    def tables(self, width: int) -> IntArray:
-        """Return the page tables [S, width] int32."""
-        return np.stack([page_table(pages, width, self._no_page) for pages in self.pages])
 
     def output(self, slot: int, *, extras: bool) -> Output:
         """Return a copy of the tokens that a slot's sequence has drawn so far."""
@@ -126,13 +118,13 @@ class Slots:
         A slot's first token was drawn from logits computed before the block and has their version;
         the others have the block's: `version`, of all slots or [S] of each.
         """
-        versions = np.broadcast_to(np.asarray(version, np.int32), len(self.pages))
+        versions = np.broadcast_to(np.asarray(version, np.int32), len(self.tables))
         flat = owners.reshape(-1)
         order = np.argsort(flat, kind="stable")
         slots, starts, counts = np.unique(flat[order], return_index=True, return_counts=True)
         spans = []
         for slot, start, count in zip(slots, starts, counts, strict=True):
-            if slot >= len(self.pages):
+            if slot >= len(self.tables):
                 continue
             taken = order[start : start + count]
             begin = int(self.drawn[slot])
@@ -151,13 +143,6 @@ class Slots:
             self.lengths[slot] += int(count)
             spans.append(Span(int(slot), begin, end))
         return spans
-
-
-def page_table(pages: Sequence[int], width: int, no_page: int) -> IntArray:
-    """Return one sequence's page table [width] int32, filled with `no_page`."""
-    row = np.full(width, no_page, np.int32)
-    row[: len(pages)] = pages[:width]
-    return row
 
 
 def _joined(masks: Sequence[IntArray]) -> KeptTokens:

@@ -2,7 +2,8 @@
 
 Shapes: S slots (decoding and reserve), R rows that decode, Q reserve slots, B sequences of a
 prefill, T the longest of them, n tokens, P pages, G tokens a page, C context columns, V vocabulary,
-N KV heads, K head width, E stop tokens that a request can have, W pages of the longest table.
+N KV heads, K head width, E stop tokens that a request can have, W pages of the longest table, L
+groups of layers, each with a table of its own (model/kv_layout.py). P in a table is no page.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class PrefillArgs(NamedTuple):
     cell_indices: AnyArray  # [n] int32, each token's index into B * T
     starts: AnyArray  # [B] int32, tokens that the pages hold already
     lengths: AnyArray  # [B] int32, new tokens, >= 1
-    tables: AnyArray  # [B, C / G] int32, pages of the tokens before
+    tables: AnyArray  # [B, L, C / G] int32, pages of the tokens before
     places: AnyArray | None = None  # [n] int32, place of each token's adapter; 0: it has none
     # where the image of each token begins [n], and its embedding [n, D], as in decoder.TokenRows
     images: tuple[AnyArray, AnyArray] | None = None  # None: the chunk has none
@@ -60,7 +61,7 @@ class SlotParams(NamedTuple):
 class InsertArgs(NamedTuple):
     """Where an insert writes a chunk."""
 
-    pages: AnyArray  # [n] int32, page of each token of the chunk; P is padding
+    pages: AnyArray  # [L, n] int32, pages of each token of the chunk; P: not kept, or padding
     offsets: AnyArray  # [n] int32, index in that page
     sources: AnyArray  # [m] int32, pages that are copied after the chunk is written
     targets: AnyArray  # [m] int32, pages that they are copied to; P is padding
@@ -78,7 +79,7 @@ class DecodeArgs(NamedTuple):
     num_reserve: AnyArray  # [] int32
     lengths: AnyArray  # [S] int32, tokens in each slot's pages
     drawn: AnyArray  # [S] int32, tokens drawn so far
-    tables: AnyArray  # [S, W] int32, each slot's pages, including those that the block will fill
+    tables: AnyArray  # [S, L, W] int32, each slot's pages, including those that the block will fill
     steps: AnyArray  # [] int32, at most the engine's block
     places: AnyArray | None = None  # [S] int32, place of each slot's adapter; 0: it has none
 

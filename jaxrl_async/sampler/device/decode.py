@@ -19,7 +19,7 @@ from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
-from jaxrl_async.model.cache import CachedContext, PagedKV
+from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
@@ -43,7 +43,7 @@ class _Loop(NamedTuple):
     step: Array  # [] int32
     head: Array  # [] int32, reserve slots taken over so far
     kv: CachedContext | PagedKV  # copies of pages, or the pages
-    tables: Array  # [R, W]
+    tables: Array  # [R, L, W]
     rows: Array  # [R] slot
     alive: Array  # [R] bool
     logits: Array  # [R, V]
@@ -90,7 +90,7 @@ def generate(
         return _forward(spec, weights, loop, new.tokens, context_pages)
 
     start = _begin(spec, state, args, context_pages, extras=mix.extras)
-    return _finish(spec, state, args, jax.lax.while_loop(has_work, one_step, start), context_pages)
+    return _finish(spec, state, args, jax.lax.while_loop(has_work, one_step, start))
 
 
 def _begin(
@@ -102,12 +102,13 @@ def _begin(
     rows = jnp.asarray(args.rows)
     slots = jnp.minimum(rows, S - 1)  # an empty row reads some slot
     tables = jnp.asarray(args.tables)[slots]
-    kv: CachedContext | PagedKV = state.kv
-    if not spec.in_pages:
-        kv = cache.gather(state.kv, tables[:, :context_pages], spec.model.head_dim, extra=T)
 
     def per_row(x: AnyArray) -> Array:
         return jnp.asarray(x)[slots]
+
+    kv: CachedContext | PagedKV = state.kv
+    if not spec.in_pages:
+        kv = _context(spec, state.kv, tables, per_row(args.lengths), context_pages, extra=T)
 
     return _Loop(
         step=jnp.int32(0),
@@ -139,6 +140,24 @@ def _begin(
     )
 
 
+def _context(
+    spec: EngineSpec,
+    pages: PagedKV,
+    tables: Array,
+    lengths: Array,
+    context_pages: int,
+    *,
+    extra: int = 0,
+) -> CachedContext:
+    """Copy what rows of these lengths [R] see of their pages (tables [R, L, W]): of layers with a
+    window only its pages."""
+    near = [
+        recent_pages(tables[:, g, :context_pages], lengths, window, spec.page_tokens)[0]
+        for g, window in enumerate(spec.windows)
+    ]
+    return cache.gather(pages, spec.kv_layout, near, spec.model.head_dim, extra)
+
+
 def _take_over(
     spec: EngineSpec, loop: _Loop, state: DecodeState, args: DecodeArgs, context_pages: int
 ) -> _Loop:
@@ -159,7 +178,8 @@ def _take_over(
 
         kv = loop.kv
         if not spec.in_pages:
-            context = cache.gather(state.kv, table[None, :context_pages], spec.model.head_dim)
+            length = jnp.asarray(args.lengths)[slot]
+            context = _context(spec, state.kv, table[None], length[None], context_pages)
 
             def overwrite(into: Array, new: Array) -> Array:
                 return jax.lax.dynamic_update_slice(into, new, (row, 0, 0, 0))
@@ -276,27 +296,33 @@ def _attend_columns(
     """Return attention over the gathered context (`copies`: keys and values of each layer): all
     rows append at the same column behind it."""
     keys, values = copies
-    C = context_pages * spec.page_tokens
-    columns = jnp.arange(C + spec.block)
-    in_block = (columns >= C + loop.joined[:, None]) & (columns <= C + loop.step)
-    visible = (columns < loop.base[:, None]) & (columns < C) | in_block
-    # the positions of the columns: as many before the block as it is numbered, then one a step
-    since = columns - C - loop.joined[:, None]
-    positions = jnp.where(columns < C, columns, loop.base[:, None] + since)
-    model = spec.model
-    sights = {
-        w: visible & (positions > loop.next_positions[:, None] - w) if w else visible
-        for w in dict.fromkeys(kind.window for kind in model.pattern)
-    }
-    windows = [kind.window for kind in model.kinds]
+    sights = {w: _sight(spec, loop, w, context_pages) for w in dict.fromkeys(spec.windows)}
+    windows = [kind.window for kind in spec.model.kinds]
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        C, sight = sights[windows[i]]
         keys[i] = cache.append(keys[i], k, C + loop.step, keys=True)
         values[i] = cache.append(values[i], v, C + loop.step, keys=False)
-        cap = model.scales.attention_cap
-        return cache.attend_columns(q, keys[i], values[i], sights[windows[i]], cap, sinks[i])
+        cap = spec.model.scales.attention_cap
+        return cache.attend_columns(q, keys[i], values[i], sight, cap, sinks[i])
 
     return attend
+
+
+def _sight(spec: EngineSpec, loop: _Loop, window: int, context_pages: int) -> tuple[int, Array]:
+    """Return how many columns of a layer of this window are copies of pages (_context), and which
+    columns each row sees, [R, C + block]."""
+    table = loop.tables[:, 0, :context_pages]
+    near, begins = recent_pages(table, loop.base, window, spec.page_tokens)
+    C = near.shape[1] * spec.page_tokens
+    columns = jnp.arange(C + spec.block)
+    in_block = (columns >= C + loop.joined[:, None]) & (columns <= C + loop.step)
+    # the positions of the columns: as in the pages, then one a step from where the row joined
+    copied, since = begins[:, None] + columns, columns - C - loop.joined[:, None]
+    visible = (columns < C) & (copied < loop.base[:, None]) | in_block
+    positions = jnp.where(columns < C, copied, loop.base[:, None] + since)
+    seen = visible & (positions > loop.next_positions[:, None] - window) if window else visible
+    return C, seen
 
 
 def _attend_pages(
@@ -309,26 +335,28 @@ def _attend_pages(
     """Return attention over the pages: each row writes into its own page, the kernel reads them, of
     a layer with a window only those that hold it."""
     R, G = positions.shape[0], spec.page_tokens
-    page = jnp.take_along_axis(loop.tables, (positions // G)[:, None], axis=1)[:, 0]
     running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
-    page = jnp.where(running, page, pages[0].shape[0])
+    written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
+    written = jnp.where(running[:, None], written, pages[0].shape[0])
     seen = jnp.where(running, positions, 0)  # of a row that has ended, some token
     kernel = partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
-    kinds = spec.model.kinds
-    recent = {w: _recent(spec, loop.tables, seen, w) for w in {kind.window for kind in kinds}}
+    kinds, places = spec.model.kinds, spec.kv_layout.places
+    tables = jnp.minimum(loop.tables, spec.pages - 1)
+    recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        new = cache.interleaved(k, v, pages[i])
-        pages[i] = pages[i].at[page, positions % G].set(new, mode="drop")
-        window, scoring = kinds[i].window, decoder.scoring_of(spec.model, kinds[i])
-        tables, begins = recent[window]
-        if window and sinks[i] is not None:
-            return _attend_recent(pages[i], recent[window], q, seen, scoring, sinks[i])
+        g, a = places[i]
+        new = cache.interleaved(k, v, pages[a])
+        pages[a] = pages[a].at[written[:, g], positions % G].set(new, mode="drop")
+        scoring = decoder.scoring_of(spec.model, kinds[i])
+        table, begins = recent[g]
+        if scoring.window and sinks[i] is not None:
+            return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
         return kernel(
             q,
-            pages[i],
+            pages[a],
             seen - begins + 1,
-            tables,
+            table,
             jnp.arange(R + 1, dtype=jnp.int32),
             jnp.full((1,), R, jnp.int32),
             scoring,
@@ -344,56 +372,44 @@ def _attend_on_cpu(
     pages: tuple[list[Array], list[Array]],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages (`pages`: keys and values of each layer) by the CPU's own
+    """Return attention over the pages (`pages`: arrays of keys and of values) by the CPU's own
     kernel, which writes the new tokens, too."""
     keys, values = pages
     positions = jnp.where(_running(spec, loop), loop.next_positions, -1)
+    tables = [loop.tables[:, g] for g in range(loop.tables.shape[1])]
+    places = spec.kv_layout.places
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
-        out, keys[i], values[i] = attend_pages(
-            q, (k, v), (keys[i], values[i]), loop.tables, positions, scoring, sinks[i]
+        g, a = places[i]
+        out, keys[a], values[a] = attend_pages(
+            q, (k, v), (keys[a], values[a]), tables[g], positions, scoring, sinks[i]
         )
         return out
 
     return attend
 
 
-def _recent(
-    spec: EngineSpec, tables: Array, positions: Array, window: int
-) -> tuple[Array, Array | int]:
-    """Return the pages that hold the window behind each position, [R, w] of the tables [R, W], and
-    the position of their first token [R]; window 0: all of them, from 0."""
-    most, G = spec.pages - 1, spec.page_tokens
-    count = spec.num_pages(window - 1) + 1
-    if not window or count >= tables.shape[1]:
-        return jnp.minimum(tables, most), 0
-    first = jnp.maximum(positions + 1 - window, 0) // G
-    numbers = jnp.minimum(first[:, None] + jnp.arange(count), tables.shape[1] - 1)
-    return jnp.minimum(jnp.take_along_axis(tables, numbers, axis=1), most), first * G
-
-
 def _attend_recent(
     pages: Array,
-    recent: tuple[Array, Array | int],
+    recent: tuple[Array, Array],
     q: Array,
     positions: Array,
     scoring: Scoring,
     sinks: Array | None,
 ) -> Array:
     """Attend to the window of a layer with sinks, which the kernel has not within a window: gather
-    its pages (_recent)."""
+    its pages (recent_pages)."""
     tables, begins = recent
-    context = cache.gather(PagedKV((pages,), ()), tables, q.shape[-1])
-    keys, values = context.k[0], context.v[0]
-    columns = jnp.arange(keys.shape[-1]) + jnp.reshape(jnp.asarray(begins), (-1, 1))
+    keys, values = cache.pairs_of(pages, tables, q.shape[-1])
+    columns = jnp.arange(keys.shape[-1]) + begins[:, None]
     own = positions[:, None]
     visible = (columns <= own) & (columns > own - scoring.window)
     return cache.attend_columns(q, keys, values, visible, scoring.cap, sinks)
 
 
 def _finish(
-    spec: EngineSpec, state: DecodeState, args: DecodeArgs, loop: _Loop, context_pages: int
+    spec: EngineSpec, state: DecodeState, args: DecodeArgs, loop: _Loop
 ) -> tuple[DecodeState, Block]:
     """Bring new KV and logits from the rows back to the slots and their pages."""
     kv = loop.kv
@@ -402,10 +418,11 @@ def _finish(
         positions = loop.positions.reshape(-1)
         slots = jnp.minimum(owners, spec.total_slots - 1)
         tables = jnp.asarray(args.tables)
-        pages = tables[slots, jnp.minimum(positions // spec.page_tokens, tables.shape[1] - 1)]
+        numbers = jnp.minimum(positions // spec.page_tokens, tables.shape[2] - 1)
+        pages = tables[slots, :, numbers].T
         pages = jnp.where(owners < spec.total_slots, pages, spec.pages)
-        new = cache.columns(kv, context_pages * spec.page_tokens)
-        kv = cache.write_tokens(state.kv, new, pages, positions % spec.page_tokens)
+        new, offsets = cache.columns(kv, spec.block), positions % spec.page_tokens
+        kv = cache.write_tokens(state.kv, spec.kv_layout, new, pages, offsets)
 
     def put(into: Array, values: Array) -> Array:
         return into.at[loop.rows].set(values, mode="drop")

@@ -85,8 +85,8 @@ def programs_of(spec: EngineSpec) -> Programs:
         ),
         probe=jit(partial(insertion.probe, spec)),
         prefill=jit(partial(insertion.prefill, spec), out_shardings=results.prefill),
-        insert=jit(  # partial: counted apart
-            partial(insertion.insert), donate_argnums=(1,), out_shardings=results.insert
+        insert=jit(
+            partial(insertion.insert, spec), donate_argnums=(1,), out_shardings=results.insert
         ),
         generate=jit(
             partial(decode.generate, spec),

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_async.model.adapter_stack import AdapterRoom
+from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.spec import ModelSpec
 
 
@@ -33,12 +34,27 @@ class EngineSpec:
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
     room: AdapterRoom | None = None  # for adapters beside the base; None: for none
     keeps_routes: bool = False  # prefill and generate return each token's experts
+    layout: KvLayout | None = None  # of pages; None: the model's; always a layout once made
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.on_tpu is None:
             device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
             object.__setattr__(self, "on_tpu", device.platform == "tpu")
+        if self.layout is None:
+            object.__setattr__(self, "layout", layout_of(self.model.kinds))
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """The groups of layers of which a page has the keys and values."""
+        assert self.layout is not None
+        return self.layout
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """What the layers of each group see; 0: everything."""
+        kinds = self.model.kinds
+        return tuple(kinds[g.layers[0]].window if g.layers else 0 for g in self.kv_layout.groups)
 
     @property
     def total_slots(self) -> int:

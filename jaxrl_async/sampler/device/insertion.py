@@ -46,7 +46,14 @@ def empty_state(spec: EngineSpec) -> DecodeState:
     """Return a decode state whose slots and pages are empty."""
     S, V = spec.total_slots, spec.model.vocab
     return DecodeState(
-        cache.init_pages(spec.model, spec.pages, spec.page_tokens, spec.dtype, ragged=spec.ragged),
+        cache.init_pages(
+            spec.model,
+            spec.kv_layout,
+            spec.pages,
+            spec.page_tokens,
+            spec.dtype,
+            ragged=spec.ragged,
+        ),
         jnp.zeros((S, V), jnp.float32),
         SlotParams(
             Controls(jnp.ones(S), jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S)),
@@ -236,13 +243,16 @@ def _attend_padded(
 ) -> decoder.Attend:
     """Return attention over sequences padded to the same length, and copies of their pages."""
     B, T = chunk.token_indices.shape
-    before = None
-    if chunk.tables.shape[1]:
+    before, kinds = None, spec.model.kinds
+    tables, starts = jnp.asarray(chunk.tables), jnp.asarray(chunk.starts)
+    if tables.shape[2]:
         assert kv is not None
-        before = cache.gather(kv, chunk.tables, spec.model.head_dim)
-    columns = None if before is None else before.k[0].shape[-1]
-    kinds = spec.model.kinds
-    sights = {kind.window: _sight(chunk, kind.window, columns) for kind in spec.model.pattern}
+        near = [
+            cache.recent_pages(tables[:, g], starts, window, spec.page_tokens)[0]
+            for g, window in enumerate(spec.windows)
+        ]
+        before = cache.gather(kv, spec.kv_layout, near, spec.model.head_dim)
+    sights = {window: _sight(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         attended = cache.attend_chunk(
@@ -265,24 +275,23 @@ def _attend_new(
 ) -> decoder.Attend:
     """Return attention by the CPU's own kernel: no padding, and the pages as they are."""
     begins = jnp.asarray(chunk.token_indices)[:, 0]
-    tokens = NewTokens(begins, chunk.starts, _without_padding(chunk), chunk.tables)
+    lengths, tables = _without_padding(chunk), jnp.asarray(chunk.tables)
+    tokens = [
+        NewTokens(begins, chunk.starts, lengths, tables[:, g]) for g in range(tables.shape[1])
+    ]
+    places = spec.kv_layout.places
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        g, a = places[i]
         scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
-        return attend_new_tokens(q, (k, v), (kv.k[i], kv.v[i]), tokens, scoring, sinks[i])
+        return attend_new_tokens(q, (k, v), (kv.k[a], kv.v[a]), tokens[g], scoring, sinks[i])
 
     return attend
 
 
-def _sight(chunk: PrefillArgs, window: int, columns: int | None) -> tuple[Array, Array | None]:
-    """Return which new tokens [B, T, T], and which of so many columns before them [B, 1 or T,
-    columns], each query sees.
-
-    Args:
-        chunk: the new tokens.
-        window: of a layer; 0: it has none.
-        columns: None: there are no columns before them.
-    """
+def _sight(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Array | None]:
+    """Return which new tokens [B, T, T], and which of the columns copied from pages before them
+    [B, 1 or T, C], each query sees in a layer of this window; None: there are no such columns."""
     within = jnp.arange(chunk.token_indices.shape[1])
     visible = (within[:, None] >= within)[None]
     if chunk.images is not None:  # what is behind a token of its image is in the chunk
@@ -290,12 +299,15 @@ def _sight(chunk: PrefillArgs, window: int, columns: int | None) -> tuple[Array,
         visible = visible | same_image(begins, begins)
     visible = visible & (within < chunk.lengths[:, None, None])
     visible = visible & (within > within[:, None] - window if window else True)
-    if columns is None:
+    if not chunk.tables.shape[2]:
         return visible, None
-    places = jnp.arange(columns)
-    seen = places < chunk.starts[:, None, None]
+    starts = jnp.asarray(chunk.starts)[:, None]
+    table, G = jnp.asarray(chunk.tables)[:, 0], spec.page_tokens
+    near, first = cache.recent_pages(table, starts[:, 0], window, G)
+    places = first[:, None] + jnp.arange(near.shape[1] * G)
+    seen = (places < starts)[:, None]
     if window:
-        seen = seen & (places > (chunk.starts[:, None] + within)[..., None] - window)
+        seen = seen & (places[:, None] > (starts + within)[..., None] - window)
     return visible, seen
 
 
@@ -315,13 +327,13 @@ def stacked_routes(spec: EngineSpec, chosen: list[Array]) -> Array | None:
     return jnp.stack(whole, axis=1).astype(id_dtype(spec.model.experts))
 
 
-def insert(prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
+def insert(spec: EngineSpec, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
     """Write a chunk's KV into pages, copy pages for slots that share a prefix, ready the slots."""
 
     def put(into: AnyArray, values: AnyArray) -> Array:
         return into.at[args.slots].set(values, mode="drop")
 
-    kv = cache.write_tokens(state.kv, prefix.kv, args.pages, args.offsets)
+    kv = cache.write_tokens(state.kv, spec.kv_layout, prefix.kv, args.pages, args.offsets)
     if args.sources.shape[0]:
         kv = cache.copy_pages(kv, args.sources, args.targets)
 

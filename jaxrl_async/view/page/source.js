@@ -37,12 +37,15 @@ function curvesOf({ key, first = -Infinity, last = Infinity }) {
   return found;
 }
 
-/** Return what a report has of a window: of the whole run, or of its last steps. */
+/** Return what a report has of a window: of the whole run, or of its last steps. Of another window it knows no share. */
 function spansOf({ from, to }) {
   const { whole, last } = report.spans;
   if (from == null) return whole;
-  const fits = last && from >= last.window[0] && to <= last.window[1];
-  return { ...(fits ? last : whole), window: [from, to] };
+  const kept = last && from >= last.window[0] && to <= last.window[1] ? last : whole;
+  if (from === kept.window[0] && to === kept.window[1]) return kept;
+  const within = ([start, end]) => end > from && start < to;
+  const lanes = kept.lanes.map((lane) => ({ ...lane, busy: null, rows: lane.rows.map((row) => row.filter(within)) }));
+  return { ...kept, lanes, steps: [], window: [from, to] };
 }
 
 /** Return the samples that are wanted, as the server would (SampleFilter of view/watched.py). */

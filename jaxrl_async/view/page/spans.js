@@ -14,7 +14,7 @@ export function timeOf(seconds) {
   return size >= 1e-3 ? `${Number((seconds * 1e3).toPrecision(3))} ms` : `${Math.round(seconds * 1e6)} µs`;
 }
 
-const percentOf = (share) => `${share > 0 && share < 0.001 ? "<0.1" : Number((share * 100).toPrecision(3))} %`;
+const percentOf = (share) => share == null ? "" : `${share > 0 && share < 0.001 ? "<0.1" : Number((share * 100).toPrecision(3))} %`;
 
 /** Return a view of one run's spans: {place, look}; look() draws what is there now. */
 export function lanesOf(run, ask, whole) {
@@ -70,7 +70,8 @@ export function lanesOf(run, ask, whole) {
   async function look(window = state.window) {
     state.window = window;
     const [from, to] = window ?? [];
-    take(await ask("/api/spans", { run: run.name, ...(window && { from, to }) }));
+    const shown = await ask("/api/spans", { run: run.name, ...(window && { from, to }) });
+    if (state.window === window) take(shown);  // else another was asked for meanwhile
   }
 
   function take(shown) {
@@ -252,7 +253,9 @@ export function lanesOf(run, ask, whole) {
     hint.style.left = `${Math.min(px + 12, Math.max(state.width - 230, 0))}px`;
     hint.style.top = `${py + 14}px`;
   });
+  canvas.addEventListener("pointercancel", () => { drag = null; });
   canvas.addEventListener("pointerup", (event) => {
+    if (drag === null) return;  // pressed elsewhere
     const [from, to] = [drag, pointOf(event)[0]].sort((a, b) => a - b);
     drag = null;
     if (to - from > 4) between(timeAt(from), timeAt(to));

@@ -8,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.families.parts import LayerKind
+from jaxrl_async.model.kv_layout import KvGroup, KvLayout, layout_of
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefix import PrefixStore
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
+from jaxrl_async.sampler.batch.tables import TableForm
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -42,52 +45,104 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+NEAR, FAR = LayerKind(window=5), LayerKind()
+ALL, MIXED = layout_of((FAR,)), layout_of((NEAR, FAR))
+
+
+def form_with(page_tokens: int, layout: KvLayout = ALL) -> TableForm:
+    return TableForm(layout=layout, page_tokens=page_tokens, width=12, no_page=99)
+
+
+def table_of(form: TableForm, *rows: list[int]) -> np.ndarray:
+    table = form.empty()
+    for row, pages in zip(table, rows, strict=True):
+        row[: len(pages)] = pages
+    return table
+
+
+def found(store: PrefixStore, *token_ids: int) -> list[int]:
+    (row,) = store.match(tokens(*token_ids))[0].tolist()
+    return row
+
+
 def test_the_store_finds_the_longest_prefix_but_leaves_a_token_to_compute() -> None:
-    pages = Pages(8)
-    store = PrefixStore(pages, 2)
+    pages, form = Pages(8), form_with(2)
+    store = PrefixStore(pages, form)
     mine = pages.allocate(3)
-    store.put(tokens(1, 2, 3, 4, 5), mine)
+    store.put(tokens(1, 2, 3, 4, 5), table_of(form, mine))
     assert store.held == (mine[1], mine[0]), "only full pages; ends are given up first"
-    assert store.match(tokens(1, 2, 3, 4, 9)) == mine[:2]
-    assert store.match(tokens(1, 2, 3, 4)) == mine[:1], "the last token's logits are needed"
-    assert store.match(tokens(9, 2, 3, 4, 5)) == []
-    assert store.match(tokens(1, 2, 9, 4, 5)) == mine[:1]
+    assert found(store, 1, 2, 3, 4, 9) == mine[:2]
+    assert found(store, 1, 2, 3, 4) == mine[:1], "the last token's logits are needed"
+    assert found(store, 9, 2, 3, 4, 5) == []
+    assert found(store, 1, 2, 9, 4, 5) == mine[:1]
 
 
 def test_the_store_gives_up_ends_first_and_never_what_others_hold() -> None:
-    pages = Pages(4)
-    store = PrefixStore(pages, 1)
+    pages, form = Pages(4), form_with(1)
+    store = PrefixStore(pages, form)
     mine = pages.allocate(3)
-    store.put(tokens(1, 2, 3), mine)
+    store.put(tokens(1, 2, 3), table_of(form, mine))
     pages.release(mine[1:])
     assert store.evict(1) == 1 and pages.num_free == 2
-    assert store.match(tokens(1, 2, 3, 4)) == mine[:2], "the end of the chain went"
+    assert found(store, 1, 2, 3, 4) == mine[:2], "the end of the chain went"
     pages.release(mine[:2])
     assert store.evict(5) == 1, "the first page is still held by its sequence"
     pages.check_integrity([mine[:1], store.held])
 
 
+def test_a_prompt_goes_on_only_where_the_pages_of_the_window_are_there() -> None:
+    """Pages of 2 tokens, a window of 5: what follows a page sees the two before it."""
+    pages, form = Pages(20), form_with(2, MIXED)
+    store, words = PrefixStore(pages, form), tokens(*range(1, 12))
+    far, near = pages.allocate(5), pages.allocate(2)
+    store.put(words, table_of(form, far, [99, 99, 99, *near]))
+    table, hidden = store.match(words)
+    assert table.tolist() == [far, [99, 99, 99, *near]] and hidden == 0
+    other, hidden = store.match(tokens(1, 2, 3, 4, 5, 6, 7, 8, 0))
+    assert other.shape == (2, 0) and hidden == 4, "all tokens would see four, the window none"
+    early = pages.allocate(2)
+    store.put(words[:4], table_of(form, far[:2], early))
+    shorter, hidden = store.match(tokens(1, 2, 3, 4, 5, 6, 7, 8, 0))
+    assert shorter.tolist() == [far[:2], early] and hidden == 2
+    for mine in (far, near, early, form.pages_in(table), form.pages_in(shorter)):
+        pages.release(mine)
+    assert store.evict(20) == 9 and pages.num_free == 20
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20))
+def test_a_sequence_keeps_what_any_later_token_sees_and_not_much_more(tokens, page_tokens, window):
+    group = KvGroup(window=window, layers=(0,))
+    first = group.first_page(tokens, page_tokens)
+    full = tokens // page_tokens * page_tokens
+    for next_token in (tokens, tokens - 1, full):  # also computed again, and behind the last page
+        assert first * page_tokens <= max(0, next_token - window + 1)
+    kept = -(-tokens // page_tokens) - first
+    assert kept <= -(-(window - 1) // page_tokens) + 1
+    assert kept <= KvLayout(groups=(group,), arrays=1).pages_of(tokens, page_tokens, 1)
+
+
 def test_other_weights_empty_the_store() -> None:
-    pages = Pages(4)
-    store = PrefixStore(pages, 1)
+    pages, form = Pages(4), form_with(1)
+    store = PrefixStore(pages, form)
     mine = pages.allocate(2)
-    store.put(tokens(1, 2), mine)
+    store.put(tokens(1, 2), table_of(form, mine))
     store.clear()
-    assert store.match(tokens(1, 2, 3)) == []
+    assert found(store, 1, 2, 3) == []
     pages.check_integrity([mine])
 
 
 def test_a_store_that_is_off_keeps_nothing() -> None:
-    pages = Pages(2)
-    store = PrefixStore(pages, 1, enabled=False)
-    store.put(tokens(1, 2), pages.allocate(2))
-    assert store.held == () and store.match(tokens(1, 2)) == []
+    pages, form = Pages(2), form_with(1)
+    store = PrefixStore(pages, form, enabled=False)
+    store.put(tokens(1, 2), table_of(form, pages.allocate(2)))
+    assert store.held == () and found(store, 1, 2) == []
 
 
 def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
-    slots = Slots(3, max_new=8, page_tokens=4, no_page=9)
-    slots.occupy(0, 2, [1], version=4)
-    slots.occupy(2, 3, [2], version=5)
+    form = form_with(page_tokens=4)
+    slots = Slots(3, max_new=8, form=form)
+    slots.occupy(0, 2, table_of(form, [1]), version=4)
+    slots.occupy(2, 3, table_of(form, [2]), version=5)
     drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
     owners = tokens(0, 2, 2, 3, 3, 3).reshape(2, 3)  # slot 2 took row 0 over; row 1 is empty
     spans = slots.take(drawn, drawn.astype(np.float32), owners, version=6)
@@ -103,7 +158,10 @@ def test_bits_come_back_as_token_ids() -> None:
 
 
 def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
-    wish = {"token_bytes": 64, "max_length": 100, "page_tokens": 16, "reserve_share": 0.25}
+    wish = {
+        "token_bytes": 64, "layout": ALL, "max_length": 100, "page_tokens": 16, "block": 16,
+        "reserve_share": 0.25,
+    }  # fmt: skip
     with pytest.raises(ConfigError, match=r"needs 7\. Give at least"):
         plan_memory(**wish, slots=4, budget_bytes=6 * 16 * 64)
     plan = plan_memory(**wish, slots=None, budget_bytes=80 * 16 * 64)
@@ -165,8 +223,6 @@ def test_every_prompt_is_prefilled_once_in_order_within_the_budget(waiting, budg
         for piece in pieces:
             assert piece.start == done[open_[piece.index][0]]
             done[open_[piece.index][0]] += piece.count
-        together = [p for _, found in shapes.by_bucket(pieces) for p in found]
-        assert sorted(together, key=lambda p: p.index) == list(pieces)
         rounds.append(pieces)
     assert done == [total for _, total in waiting]
 
