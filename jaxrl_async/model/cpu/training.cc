@@ -331,8 +331,9 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 constexpr int64_t kTogether = 8;  // rows of a task
 constexpr float kLeast = -87.0f;  // logits that are refused count as this far below the largest
 
-// Arguments: logits [n, V], targets [n]. Results [n]: the log-prob of each target, the entropy of
-// its distribution, and the log of the sum of the exponentials. A target that is none of V has NaN.
+// Arguments: logits [n, V], targets [n]. Results: of each target the log-prob [n], NaN if it is none
+// of V; the entropy of its distribution [n]; the largest logit, and the log of the sum of the
+// exponentials of all less that one [n, 2] (their sum would round what a large one leaves).
 ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> targets,
                   ffi::ResultBuffer<ffi::F32> logprobs, ffi::ResultBuffer<ffi::F32> entropies,
                   ffi::ResultBuffer<ffi::F32> sums) {
@@ -349,7 +350,8 @@ ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffe
       const int64_t target = targets.typed_data()[i];
       logprobs->typed_data()[i] = 0 <= target && target < V ? row[target] - most - log_total : NAN;
       entropies->typed_data()[i] = log_total - sum_of(odds.data(), V) / total;
-      sums->typed_data()[i] = most + log_total;
+      sums->typed_data()[2 * i] = most;
+      sums->typed_data()[2 * i + 1] = log_total;
     }
   });
   return ffi::Error::Success();
@@ -366,13 +368,14 @@ ffi::Error choose_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
     for (int64_t i = task * kTogether; i < std::min(n, (task + 1) * kTogether); ++i) {
       const float* __restrict row = logits.typed_data() + i * V;
       float* __restrict to = grad->typed_data() + i * V;
-      const float log_sum = sums.typed_data()[i], entropy = entropies.typed_data()[i];
+      const float most = sums.typed_data()[2 * i], log_total = sums.typed_data()[2 * i + 1];
+      const float entropy = entropies.typed_data()[i];
       const float first = of_logprobs.typed_data()[i], second = of_entropies.typed_data()[i];
       if (second == 0.0f) {
-        for (int64_t t = 0; t < V; ++t) to[t] = -first * exponential(row[t] - log_sum);
+        for (int64_t t = 0; t < V; ++t) to[t] = -first * exponential(row[t] - most - log_total);
       } else {
         for (int64_t t = 0; t < V; ++t) {
-          const float log = std::max(row[t] - log_sum, kLeast);
+          const float log = std::max(row[t] - most - log_total, kLeast);
           to[t] = -exponential(log) * (first + second * (log + entropy));
         }
       }
