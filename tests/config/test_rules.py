@@ -263,6 +263,10 @@ BROKEN = {
         "data": {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
     },
     "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
+    "products_in_eight_bits_take_weights_in_eight_bits": {
+        "sampler": {"matmul": "int8"},
+        "weights": {"dtype": "float8_e4m3fn", "probe": False},
+    },
     "the_probe_tolerates_eight_bits": {"weights": {"dtype": "int8"}},
     "rounding_needs_bfloat16_weights": {"trainer": {"rounding": "nearest"}},
     "an_offloaded_reference_is_looked_up_by_token": {"trainer": {"offload": ("reference",)}},
