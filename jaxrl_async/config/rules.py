@@ -405,6 +405,25 @@ def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
 
 
 @rule()
+def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterator[str]:
+    """Require weights that sampler.matmul=int8 can round: of those in float8 or 4 bits, products
+    would stay as they are."""
+    lora = config.model.lora
+    if config.sampler.matmul != "int8":
+        return
+    if config.weights.dtype == "float8_e4m3fn":
+        yield (
+            "sampler.matmul=int8 multiplies with weights in int8, and weights.dtype=float8_e4m3fn "
+            "has none. Set weights.dtype=int8 or null, or sampler.matmul=bfloat16."
+        )
+    if lora.rank and lora.base in ("nf4", "int4"):
+        yield (
+            f"sampler.matmul=int8 multiplies with weights in int8, and model.lora.base={lora.base} "
+            "has none. Set model.lora.base=int8 or full, or sampler.matmul=bfloat16."
+        )
+
+
+@rule()
 def rounding_needs_bfloat16_weights(config: Config) -> Iterator[str]:
     """Require weights in bfloat16 if their rounding is chosen."""
     if config.model.param_dtype == "float32" and config.trainer.rounding != "masters":

@@ -204,6 +204,8 @@ class Layer(nnx.Module):
         if name == "gate_up":
             weight = self.gate_up[...]
             outputs = weight.shape[0] * (PANEL if weight.ndim == 3 else 1)
+            if weight.ndim == 3 and self.scales:  # packed with scales, the last panel may be part
+                outputs = getattr(self, name + self.scales)[...].size
             return dict.fromkeys(("gate", "up"), outputs // 2)
         return {n: w * spec.head_dim for n, w in widths.items()} or {name: 0}
 

@@ -73,7 +73,7 @@ def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     savings = [
         (weights / 2, f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}, on twice the chips")
     ]
-    if pages > max(short, 0.0):
+    if pages > 1.02 * max(short, 0.0):
         given = config.sampler.kv_memory_mib or pages * devices / 2**20
         left = (1 - short * 1.02 / pages) * given
         savings.append((short * 1.02, f"sampler.kv_memory_mib={int(left)} (fewer rows at once)"))

@@ -87,6 +87,14 @@ def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
         ),
         (["weights.dtype=int8"], "weights.probe_tolerance (0.001). Raise it to about 0.5"),
         (["sampler.matmul=int8"], "sampler.matmul=int8 rounds the sampler's weights"),
+        (
+            ["sampler.matmul=int8", "weights.dtype=float8_e4m3fn"],
+            "multiplies with weights in int8, and weights.dtype=float8_e4m3fn has none",
+        ),
+        (
+            ["sampler.matmul=int8", "model.lora={rank: 2, base: nf4}"],
+            "multiplies with weights in int8, and model.lora.base=nf4 has none",
+        ),
         (["trainer.offload=[reference]"], "trainer.offload=reference needs a reference"),
         (["model.architecture.experts=4"], "exactly with family=qwen3_moe"),
         (
@@ -255,6 +263,10 @@ BROKEN = {
         "data": {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
     },
     "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
+    "products_in_eight_bits_take_weights_in_eight_bits": {
+        "sampler": {"matmul": "int8"},
+        "weights": {"dtype": "float8_e4m3fn", "probe": False},
+    },
     "the_probe_tolerates_eight_bits": {"weights": {"dtype": "int8"}},
     "rounding_needs_bfloat16_weights": {"trainer": {"rounding": "nearest"}},
     "an_offloaded_reference_is_looked_up_by_token": {"trainer": {"offload": ("reference",)}},

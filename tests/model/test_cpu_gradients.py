@@ -113,6 +113,43 @@ def test_log_probs_and_their_gradients_are_those_of_float64(vocab: int) -> None:
     assert_close(found, in_float64(functools.partial(gradients, reference_of), logits))
 
 
+def test_log_probs_of_large_logits_are_as_exact_as_their_differences() -> None:
+    rng = np.random.default_rng(0)
+    logits = (4000 + 3 * rng.normal(size=(9, 77))).astype(np.float32)
+    targets = rng.integers(0, 77, 9).astype(np.int32)
+    wide = logits.astype(np.float64) - 4000
+    wanted = wide[np.arange(9), targets] - np.log(np.exp(wide).sum(-1))
+    (found, _), back = jax.vjp(lambda x: chosen(x, targets), jnp.asarray(logits))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6)
+    (grads,) = back((jnp.ones(9), jnp.zeros(9)))
+    odds = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    np.testing.assert_allclose(grads, np.eye(77)[targets] - odds, rtol=0, atol=1e-6)
+
+
+def test_a_target_outside_the_vocabulary_is_not_taken_for_another() -> None:
+    """As XLA's program has it, and no other row or logit is touched."""
+    logits = np.ones((3, 5), np.float32)
+    targets = np.array([5, 1, -7], np.int32)
+    (logprobs, entropies), back = jax.vjp(lambda x: chosen(x, targets), jnp.asarray(logits))
+    assert np.isnan(logprobs).tolist() == [True, False, True]
+    assert np.isfinite(entropies).all()
+    (grads,) = back((jnp.array([0.0, 1.0, 0.0]), jnp.zeros(3)))
+    np.testing.assert_allclose(grads[1], np.eye(5)[1] - 0.2, atol=1e-6)
+    assert (np.asarray(grads)[[0, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("wrong", ["values", "segments", "sinks"])
+def test_attention_refuses_arrays_that_do_not_fit(wrong: str) -> None:
+    """It would read behind them otherwise."""
+    shapes = {"values": (1, 8, 2, 4), "segments": (1, 8), "sinks": (2,)}
+    shapes |= {wrong: {"values": (1, 8, 2, 0), "segments": (1, 7), "sinks": (1,)}[wrong]}
+    q = jnp.ones((1, 8, 2, 4))
+    values, sinks = jnp.ones(shapes["values"]), jnp.ones(shapes["sinks"])
+    segments = jnp.ones(shapes["segments"], jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="flash: shapes do not fit"):
+        flash(q, q, values, segments, sinks_H=sinks).block_until_ready()
+
+
 def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes() -> None:
     """In a row with others, by itself (on one thread), and again while the threads are busy."""
     rng = np.random.default_rng(0)

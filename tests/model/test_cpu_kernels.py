@@ -277,17 +277,35 @@ def test_without_a_compiler_the_log_says_what_to_do(
     assert not list(tmp_path.rglob("*.so"))
 
 
+@needs_kernels
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(file)}
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
+    assert str(file) in done.stderr and "Set XDG_CACHE_HOME to a folder" in done.stderr
+    assert "g++" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @needs_kernels
 def test_the_library_is_built_once(tmp_path: Path) -> None:
+    """By two processes at once, and found by a third."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     times = set()
-    for _ in range(2):
-        words = [sys.executable, "-c", SAYS]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["True", "True"], done.stderr
+    for together in (2, 1):
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", SAYS], env=environment, text=True, stdout=subprocess.PIPE
+            )
+            for _ in range(together)
+        ]
+        assert [p.communicate()[0].split() for p in started] == [["True", "True"]] * together
         libraries = sorted(tmp_path.rglob("*.so"))
         assert len(libraries) == 2, "of samplers, of the trainer"
         times.add(tuple(library.stat().st_mtime_ns for library in libraries))
-    assert len(times) == 1, "the second process found it"
+    assert len(times) == 1, "the third process found it"

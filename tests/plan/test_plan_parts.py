@@ -289,6 +289,10 @@ def test_less_kv_memory_is_advised_by_the_setting_that_is_too_much():
     lines = advice(found, Config(sampler={"kv_memory_mib": 8192}, mesh={"sampler": {"tensor": 2}}))
     assert any("kv_memory_mib=4014 " in line for line in lines), lines
 
+    kinds |= {"KV cache": 2.01 * 2**30, "weights": 1.99 * 2**30}  # all of it, and no room left
+    lines = advice(found, Config(sampler={"kv_memory_mib": 4116}))
+    assert not any("kv_memory_mib" in line for line in lines), lines
+
 
 def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
     """Masters cost as much again as they save: only without them weights in bfloat16 are less."""

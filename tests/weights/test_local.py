@@ -118,6 +118,39 @@ def test_large_weights_arrive_as_they_were_though_the_source_is_donated_at_once(
         assert (np.asarray(sent["w"]) == turn).all()
 
 
+@pytest.mark.parametrize(("trainers", "samplers"), [(1, 1), (2, 4), (4, 2)])
+def test_what_was_sent_stays_as_it_was_through_later_updates(trainers: int, samplers: int) -> None:
+    """Arrays of all sizes, of updates short and long, each donated right after its push."""
+    rng = np.random.default_rng(trainers)
+    devices = np.array(jax.devices())
+    meshes = (
+        Mesh(devices[:trainers], ("x",)),
+        Mesh(devices[trainers : trainers + samplers], ("x",)),
+    )
+    sizes = {
+        f"w{i}": (8 * int(rng.choice([1, 8, 64])), int(rng.choice([8, 512]))) for i in range(9)
+    }
+    specs = {n: PartitionSpec(*[(), ("x",), (None, "x")][i % 3]) for i, n in enumerate(sizes)}
+    source, target = (
+        {n: NamedSharding(mesh, spec) for n, spec in specs.items()} for mesh in meshes
+    )
+    push = Push(source, target)
+
+    @partial(jax.jit, donate_argnums=0)
+    def moved_on(params: Any, loops: Any) -> Any:
+        slow = jax.lax.fori_loop(0, loops, lambda _, y: y @ y, jnp.eye(200))
+        return jax.tree.map(lambda w: w + slow[0, 0], params)
+
+    params, sent = jax.device_put({n: np.zeros(s) for n, s in sizes.items()}, source), []
+    for loops in rng.integers(0, 20, 12).astype(np.int32):
+        sent.append(push(params))
+        params = moved_on(params, loops)
+        seen = int(rng.integers(len(sent)))
+        assert all((np.asarray(w) == seen).all() for w in sent[seen].values())
+    for turn, weights in enumerate(sent):
+        assert all((np.asarray(w) == turn).all() for w in weights.values())
+
+
 def test_the_push_casts_to_the_samplers_type() -> None:
     slices = make_slices(schema.MeshSection())
     source = shardings(weight_table(SPEC), slices.trainer, TRAINER_RULES)

@@ -90,8 +90,8 @@ def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
 
 
 def _chosen(logits: Array, targets: Array) -> tuple[Array, Array, Array]:
-    one = Floats(targets.shape, jnp.float32)
-    logprobs, entropies, sums = jax.ffi.ffi_call(target_of("choose"), (one, one, one))(
+    one, two = Floats(targets.shape, jnp.float32), Floats((*targets.shape, 2), jnp.float32)
+    logprobs, entropies, sums = jax.ffi.ffi_call(target_of("choose"), (one, one, two))(
         logits, targets
     )
     return logprobs, entropies, sums

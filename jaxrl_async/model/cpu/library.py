@@ -73,8 +73,11 @@ def _are_there(kernels: Kernels) -> bool:
         return False  # nothing that a user could do about it
     try:
         library = ctypes.cdll.LoadLibrary(str(_built(kernels)))
-    except (NotBuiltError, OSError, RuntimeError) as error:  # the last: there is no home
-        _warn(in_a_line(error))
+    except NotBuiltError as error:
+        _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
+        return False
+    except (OSError, RuntimeError) as error:  # the last: there is no home
+        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder that can be written to")
         return False
     for name in kernels.names:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
@@ -83,13 +86,13 @@ def _are_there(kernels: Kernels) -> bool:
 
 
 @functools.cache
-def _warn(why: str) -> None:
+def _warn(why: str, advice: str) -> None:
     """Say once why there are none: most likely neither can be built."""
     _log.warning(
-        "CPU kernels of our own cannot be built, XLA's programs are used: %s. Install g++ "
-        "(Debian: apt-get install g++), or set sampler.cpu_kernels and trainer.cpu_kernels to "
-        "false to say no more of it.",
+        "CPU kernels of our own cannot be built, XLA's programs are used: %s. %s, or set "
+        "sampler.cpu_kernels and trainer.cpu_kernels to false to say no more of it.",
         why,
+        advice,
     )
 
 

@@ -171,8 +171,11 @@ float dot_of(const float* x, const float* y, int64_t count) {
   return sum;
 }
 
-bool fits(ffi::Span<const int64_t> q, ffi::Span<const int64_t> k) {
-  return q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && k[2] > 0 && q[2] % k[2] == 0;
+bool fits(ffi::Span<const int64_t> q, ffi::Span<const int64_t> k, ffi::Span<const int64_t> v,
+          ffi::Span<const int64_t> segments) {
+  return q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && k[2] > 0 && q[2] % k[2] == 0 &&
+         std::equal(k.begin(), k.end(), v.begin(), v.end()) && segments.size() == 2 &&
+         segments[0] == q[0] && segments[1] == q[1];
 }
 
 // Arguments: queries [B, T, H, K], keys and values [B, T, N, K], segments [B, T] (0: padding, gets
@@ -182,7 +185,9 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
                  ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
                  ffi::ResultBuffer<ffi::F32> sums, int64_t window, float scale, float cap) {
   const auto qs = q.dimensions(), ks = k.dimensions();
-  if (!fits(qs, ks)) return ffi::Error::InvalidArgument("flash: shapes do not fit");
+  const int64_t logits = sinks.element_count();
+  if (!fits(qs, ks, v.dimensions(), segments.dimensions()) || (logits && logits != qs[2]))
+    return ffi::Error::InvalidArgument("flash: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
   double squares;
   const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
@@ -263,7 +268,8 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                       ffi::ResultBuffer<ffi::F32> dk, ffi::ResultBuffer<ffi::F32> dv,
                       int64_t window, float scale, float cap) {
   const auto qs = q.dimensions(), ks = k.dimensions();
-  if (!fits(qs, ks)) return ffi::Error::InvalidArgument("flash_back: shapes do not fit");
+  if (!fits(qs, ks, v.dimensions(), segments.dimensions()))
+    return ffi::Error::InvalidArgument("flash_back: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
   double squares;
   const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
@@ -325,8 +331,9 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 constexpr int64_t kTogether = 8;  // rows of a task
 constexpr float kLeast = -87.0f;  // logits that are refused count as this far below the largest
 
-// Arguments: logits [n, V], targets [n]. Results [n]: the log-prob of each target, the entropy of
-// its distribution, and the log of the sum of the exponentials.
+// Arguments: logits [n, V], targets [n]. Results: of each target the log-prob [n], NaN if it is none
+// of V; the entropy of its distribution [n]; the largest logit, and the log of the sum of the
+// exponentials of all less that one [n, 2] (their sum would round what a large one leaves).
 ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> targets,
                   ffi::ResultBuffer<ffi::F32> logprobs, ffi::ResultBuffer<ffi::F32> entropies,
                   ffi::ResultBuffer<ffi::F32> sums) {
@@ -338,12 +345,13 @@ ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffe
       const float* row = logits.typed_data() + i * V;
       const float most = largest_of(row, V, -FLT_MAX);
       for (int64_t t = 0; t < V; ++t) odds[t] = exponential(row[t] - most);
-      const float total = sum_of(odds.data(), V), log_sum = most + std::log(total);
+      const float total = sum_of(odds.data(), V), log_total = std::log(total);
       for (int64_t t = 0; t < V; ++t) odds[t] *= std::max(row[t] - most, kLeast);
-      const int64_t target = std::clamp<int64_t>(targets.typed_data()[i], 0, V - 1);
-      logprobs->typed_data()[i] = row[target] - log_sum;
-      entropies->typed_data()[i] = std::log(total) - sum_of(odds.data(), V) / total;
-      sums->typed_data()[i] = log_sum;
+      const int64_t target = targets.typed_data()[i];
+      logprobs->typed_data()[i] = 0 <= target && target < V ? row[target] - most - log_total : NAN;
+      entropies->typed_data()[i] = log_total - sum_of(odds.data(), V) / total;
+      sums->typed_data()[2 * i] = most;
+      sums->typed_data()[2 * i + 1] = log_total;
     }
   });
   return ffi::Error::Success();
@@ -360,17 +368,19 @@ ffi::Error choose_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
     for (int64_t i = task * kTogether; i < std::min(n, (task + 1) * kTogether); ++i) {
       const float* __restrict row = logits.typed_data() + i * V;
       float* __restrict to = grad->typed_data() + i * V;
-      const float log_sum = sums.typed_data()[i], entropy = entropies.typed_data()[i];
+      const float most = sums.typed_data()[2 * i], log_total = sums.typed_data()[2 * i + 1];
+      const float entropy = entropies.typed_data()[i];
       const float first = of_logprobs.typed_data()[i], second = of_entropies.typed_data()[i];
       if (second == 0.0f) {
-        for (int64_t t = 0; t < V; ++t) to[t] = -first * exponential(row[t] - log_sum);
+        for (int64_t t = 0; t < V; ++t) to[t] = -first * exponential(row[t] - most - log_total);
       } else {
         for (int64_t t = 0; t < V; ++t) {
-          const float log = std::max(row[t] - log_sum, kLeast);
+          const float log = std::max(row[t] - most - log_total, kLeast);
           to[t] = -exponential(log) * (first + second * (log + entropy));
         }
       }
-      to[std::clamp<int64_t>(targets.typed_data()[i], 0, V - 1)] += first;
+      const int64_t target = targets.typed_data()[i];
+      if (0 <= target && target < V) to[target] += first;
     }
   });
   return ffi::Error::Success();
