@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,11 +51,18 @@ def wishes(count: int, **changes: Any) -> list[Request]:
     return found
 
 
+@partial(jax.jit, static_argnums=0)  # else each call loads its loops anew
+def row_logprobs(spec: ModelSpec, params: Params, tokens: TokenRows) -> jax.Array:
+    return token_logprobs(spec, params, tokens).logprobs
+
+
 def logprobs(spec: ModelSpec, params: Params, ids: np.ndarray) -> np.ndarray:
     """Of every token by the trainer's decoder, one sequence alone."""
-    row = ids[None]
-    tokens = TokenRows(row, np.arange(row.shape[1])[None], np.ones_like(row))
-    return np.asarray(token_logprobs(spec, params, tokens).logprobs)[0]
+    row = np.zeros((1, -(-len(ids) // 32) * 32), np.int32)
+    row[0, : len(ids)] = ids
+    there = (np.arange(row.shape[1]) < len(ids)).astype(np.int32)[None]
+    tokens = TokenRows(row, np.arange(row.shape[1], dtype=np.int32)[None] * there, there)
+    return np.asarray(row_logprobs(spec, params, tokens))[0, : len(ids)]
 
 
 def check(spec: ModelSpec, params: Params, asked: list[Request], done: list[Completion]) -> None:
