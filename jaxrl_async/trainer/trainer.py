@@ -171,20 +171,21 @@ class Trainer:
                 self._outlets.begin_report(self.version, values, draw.groups)
                 raise
             last = self.version == self._settings.total_steps or self._outlets.should_stop()
-            evaluates = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
-            beside = evaluates and not last and self._settings.eval_beside
-            if evaluates and not beside:
+            due = (last or self._evaluation_is_due()) and not self._outlets.should_hurry()
+            beside = due and not last and self._settings.eval_beside
+            evaluates = due and not beside
+            if evaluates:
                 self._source.pause()  # no new group starts until exactly this one is evaluated
             self._now("publishing")
             self._publish()
         published = self._clock()
-        if evaluates and not beside:
+        if evaluates:
             self._now("waiting for live weights")
             self._publisher.wait_live(self.version, LIVE_TIMEOUT_S, self._outlets.gives_up)
             self._now("evaluating")
             values |= self._outlets.evaluate()
         made = times(evaluated=evaluated, published=published, ended=self._clock())
-        made.record(self.version, evaluates=evaluates and not beside)
+        made.record(self.version, evaluates=evaluates)
         values |= self._measures(made, draw) | self._save_report()
         if beside:
             self._evaluate_beside(self._outlets.begin_report(self.version, values, draw.groups))
@@ -192,7 +193,7 @@ class Trainer:
             self._outlets.report(self.version, values, draw.groups)
         if self._settings.save_every and self.version % self._settings.save_every == 0:
             self._save()
-        if evaluates and not beside and not last:
+        if evaluates and not last:
             self._source.resume()
         self._stop_if_lost()
 
