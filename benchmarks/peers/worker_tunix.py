@@ -7,6 +7,7 @@ llama3 model takes the Hugging Face weights.
 
 import json
 from pathlib import Path
+from typing import Any
 
 from worker import Generate, serve, static_batches
 
@@ -35,13 +36,11 @@ class Ids:
         return 0
 
 
-def load(folder: str) -> tuple[Generate, str]:
-    """Make a sampler over the llama3 model in the folder."""
-    import importlib.metadata
-
+def llama3_of(folder: str) -> tuple[Any, Any, Any]:
+    """Return Tunix's llama3 model with the folder's weights in float32, its configuration, and the
+    mesh of one device that it is on."""
     import jax
     import jax.numpy as jnp
-    from tunix.generate import sampler as sampler_lib
     from tunix.models.llama3 import model as model_lib
     from tunix.models.llama3 import params as params_lib
 
@@ -60,6 +59,17 @@ def load(folder: str) -> tuple[Generate, str]:
     )
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = params_lib.create_model_from_safe_tensors(folder, config, mesh, jnp.float32)
+    return model, config, mesh
+
+
+def load(folder: str) -> tuple[Generate, str]:
+    """Make a sampler over the llama3 model in the folder."""
+    import importlib.metadata
+
+    import jax
+    from tunix.generate import sampler as sampler_lib
+
+    model, config, mesh = llama3_of(folder)
     cache = sampler_lib.CacheConfig(
         cache_size=160 + 8,
         num_layers=config.num_layers,

@@ -10,8 +10,9 @@ import json
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from worker_tunix import llama3_of
 
 
 def cpu_s() -> float:
@@ -27,28 +28,12 @@ def make_update(folder: str, data: str, rows: int) -> Any:
     import numpy as np
     import optax
     from flax import nnx
-    from tunix.models.llama3 import model as model_lib
-    from tunix.models.llama3 import params as params_lib
     from tunix.rl import common
     from tunix.rl.algo_core import grpo_loss_fn
     from tunix.rl.grpo.grpo_learner import GRPOConfig
     from tunix.sft import peft_trainer
 
-    hf = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    config = model_lib.ModelConfig(
-        num_layers=hf["num_hidden_layers"],
-        vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
-        hidden_dim=hf["intermediate_size"],
-        num_heads=hf["num_attention_heads"],
-        head_dim=hf["head_dim"],
-        num_kv_heads=hf["num_key_value_heads"],
-        rope_theta=10_000,
-        norm_eps=hf["rms_norm_eps"],
-        weight_tying=hf["tie_word_embeddings"],
-    )
-    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    model = params_lib.create_model_from_safe_tensors(folder, config, mesh, jnp.float32)
+    model, _, mesh = llama3_of(folder)
     given = np.load(data)
     ids, prompt = given["token_ids"], int(given["prompt"])
     micros = len(ids) // rows

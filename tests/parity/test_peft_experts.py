@@ -3,6 +3,7 @@ read and written."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -125,23 +126,30 @@ def test_peft_computes_with_the_experts_that_are_written_here(tmp_path: Path, se
     jax.tree.map(np.testing.assert_array_equal, read, policy.adapter)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1]], ids=["both", "one"])
-def test_what_peft_wrote_of_experts_computes_the_same_here(tmp_path: Path, tensors) -> None:
-    base(tmp_path / "base")
+def assert_reads_what_peft_wrote(
+    folder: Path, tensors: Sequence[str], spec: ModelSpec = SPEC
+) -> None:
+    """An adapter that PEFT made of these tensors computes here what it does there."""
+    base(folder / "base", spec)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=3, lora_alpha=9, target_modules=["q_proj", "o_proj"],
         target_parameters=tensors,
     )  # fmt: skip
-    adapted = peft.get_peft_model(their_model(tmp_path / "base"), config)
+    adapted = peft.get_peft_model(their_model(folder / "base"), config)
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
             weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    adapted.eval().save_pretrained(tmp_path / "adapter")
-    policy = Policy.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
+    adapted.eval().save_pretrained(folder / "adapter")
+    policy = Policy.from_pretrained(folder / "base", adapter=folder / "adapter")
     wanted = theirs(adapted)
-    assert np.abs(wanted - ours(Policy.from_pretrained(tmp_path / "base"))).max() > 0.1
+    assert np.abs(wanted - ours(Policy.from_pretrained(folder / "base"))).max() > 0.1
     np.testing.assert_allclose(ours(policy), wanted, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:1]], ids=["both", "one"])
+def test_what_peft_wrote_of_experts_computes_the_same_here(tmp_path: Path, tensors) -> None:
+    assert_reads_what_peft_wrote(tmp_path, tensors)
     file = tmp_path / "adapter" / "adapter_config.json"
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"target_parameters": ["self_attn.sinks"]}))
@@ -174,17 +182,5 @@ def test_what_peft_wrote_of_experts_that_files_hold_one_by_one_computes_the_same
     tmp_path: Path, family: str
 ) -> None:
     """In one tensor a layer, and an expert that all tokens use as a parameter."""
-    base(tmp_path / "base", ONE_BY_ONE[family])
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=3, lora_alpha=9, target_modules=["q_proj", "o_proj"],
-        target_parameters=[*TENSORS, "shared_expert.up_proj.weight"],
-    )  # fmt: skip
-    adapted = peft.get_peft_model(their_model(tmp_path / "base"), config)
-    for name, weight in adapted.named_parameters():
-        if "lora_" in name:
-            weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    adapted.eval().save_pretrained(tmp_path / "adapter")
-    policy = Policy.from_pretrained(tmp_path / "base", adapter=tmp_path / "adapter")
-    wanted = theirs(adapted)
-    assert np.abs(wanted - ours(Policy.from_pretrained(tmp_path / "base"))).max() > 0.1
-    np.testing.assert_allclose(ours(policy), wanted, atol=1e-4)
+    tensors = [*TENSORS, "shared_expert.up_proj.weight"]
+    assert_reads_what_peft_wrote(tmp_path, tensors, ONE_BY_ONE[family])
