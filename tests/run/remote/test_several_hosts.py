@@ -109,8 +109,12 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
     ended_well(processes)
     assert rewards(alone, "hosts") == rewards(alone, "alone")
     one, two = learnt(alone, "alone"), learnt(alone, "hosts")
-    for name, weights in one.items():
-        np.testing.assert_allclose(two[name], weights, atol=1e-5, err_msg=name)
+    off = {name: np.abs(two[name] - weights) for name, weights in one.items()}
+    # Sums in another order: Adam's step of a gradient near 0 is that of its rounding
+    for name, by in off.items():
+        assert by.max() < 1e-4, f"{name}: a tenth of one update's step"
+    every = np.concatenate([by.ravel() for by in off.values()])
+    assert np.quantile(every, 0.99) < 1e-6
 
 
 @pytest.mark.exhaustive
