@@ -48,7 +48,13 @@ def main() -> None:
             return
         replicas = dict.fromkeys(args.models, args.samplers or os.cpu_count() or 1)
         rows = measure_peers(
-            args.models, args.slots, args.repeats, names, replicas=replicas, quick=args.quick
+            args.models,
+            args.slots,
+            args.repeats,
+            names,
+            replicas=replicas,
+            answers=args.answers,
+            quick=args.quick,
         )
         report("generate --peers", rows, args)
         return
@@ -117,6 +123,13 @@ def _options() -> argparse.Namespace:
     words = parser(__doc__ or "")
     words.add_argument("--slots", nargs="+", type=int, default=[8, 64, 256])
     words.add_argument("--peers", nargs="*", metavar="NAME", help="compare with these, or all")
+    words.add_argument(
+        "--answers",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help='with --peers: of "64 each", "128 each", "long tail", "stragglers"; default: all',
+    )
     words.add_argument("--starts", action="store_true", help="with --peers: time to first token")
     words.add_argument("--samplers", type=int, help="ours in --peers; default: one per core")
     words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")

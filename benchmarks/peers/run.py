@@ -88,9 +88,11 @@ def measure_peers(
     names: Sequence[str],
     *,
     replicas: Mapping[str, int],
+    answers: Sequence[str] = (),
     quick: bool = False,
 ) -> list[Row]:
-    """Measure all engines on all workloads; report and skip an engine that cannot be set up."""
+    """Measure all engines on the workloads of these answers, or on all; report and skip an engine
+    that cannot be set up."""
     rows: list[Row] = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +101,8 @@ def measure_peers(
             try:
                 for concurrency in slots:
                     for kind, lengths in workloads(concurrency, quick=quick).items():
+                        if answers and kind not in answers:
+                            continue
                         rows += one_workload(workers, model, concurrency, kind, lengths, repeats)
                         for row in rows[-len(workers) :]:
                             print(json.dumps(row), file=sys.stderr, flush=True)
