@@ -6,7 +6,6 @@ says of an update (peers/update_lines.py) counts if no such pause touched it.
 """
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -96,7 +95,6 @@ def started(command: Sequence[Any], log: Path) -> Iterator[Engine]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     engine = Engine(process, log)
     try:

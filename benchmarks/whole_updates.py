@@ -32,7 +32,12 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.builders.learning import make_step
-from jaxrl_async.run.builders.samplers import make_push, sampler_settings, uses_one_thread
+from jaxrl_async.run.builders.samplers import (
+    make_push,
+    make_router,
+    sampler_settings,
+    uses_one_thread,
+)
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
@@ -149,11 +154,13 @@ def run(work: Work) -> None:
         for mesh in slices.samplers
     ]
     channel = WeightChannel(pushes, on_live=buffer.set_live, checksum=config.weights.checksum)
-    samplers = Router(
+    samplers = make_router(
+        config.faults,
         [
             make_sampler(config, spec, mesh, push(state.params), channel)
             for mesh, push in zip(slices.samplers, pushes, strict=True)
-        ]
+        ],
+        lambda fault, count: print(f"{count} x {fault}", file=sys.stderr),
     )
     rollouts = RolloutLoop(
         endless_prompts(spec.vocab),
