@@ -425,6 +425,7 @@ def flat_forward(
     choose: Choose = route,
     images: tuple[Array, Array] | None = None,
     read: ReadStates | None = None,
+    last: Array | None = None,
 ) -> Array:
     """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -445,6 +446,8 @@ def flat_forward(
             None: there are none.
         read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> what the
             tokens read [n, H, V]. None: there is no such layer.
+        last: [m] indices of the tokens whose result is returned, [m, D]. Of the others the last
+            layer computes keys and values alone. None: of all.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
@@ -465,8 +468,19 @@ def flat_forward(
         layer: Layer = nnx.merge(graph, weights)
         mix = read if kind.is_linear else attend
         assert mix is not None, "a model with gated delta nets needs what reads their states"
-        x = layer.through(x, angles[kind.rope], _cast(partial(mix, i), x.dtype), experts, choose)
-    return x
+        mix = _cast(partial(mix, i), x.dtype)
+        if last is not None and i == spec.layers - 1 and type(layer).through is Layer.through:
+            attended = mix(*layer.qkv(x, angles[kind.rope]))
+            few: Layer = nnx.merge(graph, _of_rows(weights, last))
+            return few.finish(x[last], attended[last], experts, choose)
+        x = layer.through(x, angles[kind.rope], mix, experts, choose)
+    return x if last is None else x[last]
+
+
+def _of_rows(weights: Params, rows: Array) -> Params:
+    """Return a layer's weights for some of the tokens that they are for."""
+    own = {name: weights[name][rows] for name in (ROWS_USED, LORA_OWN) if name in weights}
+    return {**weights, **own}
 
 
 def _cast(function: Callable[..., Array], dtype: Any) -> Callable[..., Array]:

@@ -182,6 +182,7 @@ def prefill(
         return attend_one(i, q, k, v)
 
     read, left = _read_padded(states, chunk, lengths)
+    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
     x = decoder.flat_forward(
         spec.model,
         weights.params,
@@ -196,10 +197,11 @@ def prefill(
         choose=choose_experts(spec, chosen),
         images=chunk.images,
         read=read,
+        last=None if spec.keeps_routes else last,  # routes are those of all tokens
     )
-    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
+    x = x[last] if spec.keeps_routes else x
     params = of_tokens(spec, weights, lengths > 0).params
-    logits = decoder.next_logits(spec.model, params, x[last], mixed=spec.mixed)
+    logits = decoder.next_logits(spec.model, params, x, mixed=spec.mixed)
     routes = stacked_routes(spec, chosen)
     return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left))
 
