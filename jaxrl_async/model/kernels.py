@@ -6,7 +6,7 @@ heads (`per_shard`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, Literal, NamedTuple, Protocol
@@ -32,6 +32,11 @@ SPLASH_BLOCKS = {"TPU v6 lite": 1024}
 and values before it again, so its FLOPs per byte equal its length. 512 is enough to keep the matrix
 units of most generations busy (peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e
 needs 560."""
+FORWARD_BLOCKS = {"TPU v5 lite": (1024, 256), "TPU v5": (1024, 256), "TPU v6 lite": (1024, 512)}
+"""Longest block of whole rows in bfloat16 going forward, and of its keys those that are multiplied
+at once, by kind of device: the fastest that tokamax measured for rows of 4,096 tokens and heads of
+128 (github.com/openxla/tokamax, data/autotuning/tpu_v5 and tpu_v6_lite,
+pallas_mosaic_tpu_flash_attention.json). v5e has v5p's matrix units."""
 ATTENDED = "attended"
 """Name under which jax.checkpoint finds the values that splash attention's backward pass needs."""
 MAX_RAGGED_PAGES = 16
@@ -105,19 +110,24 @@ def splash(
     sinks_H: Array | None = None,
     *,
     most: int = MAX_SPLASH_BLOCK,
+    forward: tuple[int, int] | None = None,
 ) -> Array:
     """Run JAX's TPU flash attention, which skips the blocks above the diagonal and those before the
     window. Differentiable.
 
     float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`) of at most
     `most`. Scores, softmax and sums are in float32.
+
+    Args:
+        forward: longest block of the forward kernel, and keys that it multiplies at once; None: the
+            backward kernels' block, as with a window, of which a longer one sees less.
     """
     T, H, K = q_BTHK.shape[1:]
     block = splash_block(T, most)
     causal = _splash_mask((_rounded_up(T, block),) * 2, scoring)
     kernel = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([causal] * H),
-        block_sizes=_equal_blocks(block),
+        block_sizes=_row_blocks(T, block, None if scoring.window else forward),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=ATTENDED,
@@ -160,7 +170,8 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
 def splash_on(device: Any, dtype: Any) -> SequenceAttention:
     """Return splash attention with the block length of a device, for arrays of this type."""
     most = most_splash_block(device, dtype)
-    return splash if most == MAX_SPLASH_BLOCK else partial(splash, most=most)
+    forward = FORWARD_BLOCKS.get(device.device_kind) if jnp.dtype(dtype) == jnp.bfloat16 else None
+    return partial(splash, most=most, forward=forward) if forward else splash
 
 
 def splash_part_on(device: Any, dtype: Any) -> PartAttention:
@@ -307,6 +318,18 @@ def splash_in_tree(
         return kernel(q, k, v, None, None if sinks_H is None else sinks_H.astype(q.dtype))
 
     return jnp.swapaxes(jax.lax.map(one_row, (q, k, v, extent)), 1, 2)[:, :t]
+
+
+def _row_blocks(T: int, block: int, forward: tuple[int, int] | None) -> splash_lib.BlockSizes:
+    """Return the blocks of whole rows, padded to a multiple of `block`; the forward kernel's is a
+    multiple of it that divides them."""
+    equal = _equal_blocks(block)
+    if forward is None:
+        return equal
+    most, at_once = forward
+    padded = _rounded_up(T, block)
+    wide = max(n for n in range(block, max(most, block) + 1, block) if padded % n == 0)
+    return replace(equal, block_q=wide, block_kv=wide, block_kv_compute=gcd(wide, at_once))
 
 
 def _equal_blocks(block: int) -> splash_lib.BlockSizes:

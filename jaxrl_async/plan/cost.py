@@ -55,6 +55,8 @@ class Kernel:
     times: float
     flops: float  # 0 where it depends on more than shapes
     num_bytes: float = 0.0  # to and from HBM, of the experts' products
+    length: int = 0  # of splash attention: keys of a row
+    width: int = 0  # of its heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
     multiplies = _with_products(program)
     flops = num_bytes = cycles = product_cycles = 0.0
     talks: dict[str, tuple[Instruction, float, str]] = {}
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    kernels: dict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for name, count in times.items():
         shapes = {i.name: i.shape for i in program.computations[name]}
         for i in program.computations[name]:
@@ -97,9 +99,11 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
                     talks[key] = (i, count, kind)
             if kernel := _kernel_name(i):
                 flops_of, bytes_moved = _grouped(kernel, i, mesh.get("expert", 1))
-                kernels[kernel][0] += count
-                kernels[kernel][1] += count * (flops_of + _splash_flops(kernel, i))
-                kernels[kernel][2] += count * bytes_moved
+                splash_flops, length, width = _splash(kernel, i)
+                sums = kernels[kernel, length, width]
+                sums[0] += count
+                sums[1] += count * (flops_of + splash_flops)
+                sums[2] += count * bytes_moved
     return Cost(
         flops=flops,
         num_bytes=num_bytes,
@@ -107,8 +111,8 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
         product_cycles=product_cycles,
         collectives=_summed(list(talks.values()), mesh),
         kernels=tuple(
-            Kernel(name=k, times=n, flops=f, num_bytes=b)
-            for k, (n, f, b) in sorted(kernels.items())
+            Kernel(name=k, times=n, flops=f, num_bytes=b, length=T, width=K)
+            for (k, T, K), (n, f, b) in sorted(kernels.items())
         ),
     )
 
@@ -286,11 +290,11 @@ def _kernel_name(i: Instruction) -> str | None:
     return re.sub(r"[.\d]+$", "", i.name)
 
 
-def _splash_flops(name: str, i: Instruction) -> float:
-    """Return the FLOPs of a splash kernel: 2 t * T * K per product and head, halved (causal).
+def _splash(name: str, i: Instruction) -> tuple[float, int, int]:
+    """Return a splash kernel's FLOPs, the keys T of a row and the width K of its heads.
 
-    Queries [heads, t, K] or [rows, heads, t, K] are the first argument that is not a mask, keys
-    [..., T, K] the second.
+    FLOPs are 2 t * T * K per product and head, halved (causal). Queries [heads, t, K] or
+    [rows, heads, t, K] are the first argument that is not a mask, keys [..., T, K] the second.
 
     Where the axis context divides the lengths t is a part of T, and half of the keys are seen on
     average all the same: a device has an early and a late part (model/layout.py).
@@ -298,10 +302,10 @@ def _splash_flops(name: str, i: Instruction) -> float:
     products = next((n for part, n in SPLASH_PRODUCTS.items() if name.startswith(part)), 0)
     given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
     if not products or not given:
-        return 0.0
+        return 0.0, 0, 0
     wide = [d for kind, d in arrays_of(given[1]) if len(d) >= 3 and kind in ("bf16", "f32")]
     queries, keys = (*wide, (0, 0, 0), (0, 0, 0))[:2]
-    return products * math.prod(queries) * keys[-2]
+    return products * math.prod(queries) * keys[-2], keys[-2], queries[-1]
 
 
 def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Estimates how long a compiled program takes. Pure functions.
 
     compute       the compiler's own cycles, times the chip's clock
-    kernels       attention's, which it does not time: their FLOPs at half the peak (splash), the
-                  bytes of the KV cache at four fifths of HBM's bandwidth (ragged)
+    kernels       attention's, which it does not time: their FLOPs at the share of the peak that
+                  was published (splash, attention_rates.py), the bytes of the KV cache at four
+                  fifths of HBM's bandwidth (ragged)
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
@@ -15,16 +16,26 @@ The roofline needs no compiler: max(FLOPs / peak, bytes / bandwidth, bytes sent 
 
 from dataclasses import dataclass
 
+from jaxrl_async.plan.attention_rates import splash_share
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.compiled import Compiled
-from jaxrl_async.plan.cost import Collective
+from jaxrl_async.plan.cost import Collective, Kernel
 
-SPLASH_SHARE = 0.5
-"""Assumed share of the peak that splash attention reaches."""
 RAGGED_SHARE = 0.8
-"""Assumed share of HBM's bandwidth that ragged paged attention reaches."""
+"""Assumed share of HBM's bandwidth that ragged paged attention reaches.
+
+Published: up to 0.86 in decode, Llama 3 8B on tpu7x, by the third version of the kernel
+(arxiv.org/abs/2604.15464). The second, which JAX has, took as long in decode where a user timed
+both, 0.323 and 0.333 ms (github.com/sgl-project/sglang-jax/issues/967, chip not named). No share
+was found for v5e, v5p or v6e.
+"""
 GROUPED_SHARE = 0.5
-"""Assumed share of the peak that the experts' products reach."""
+"""Assumed share of the peak that the experts' products reach.
+
+Published for the shapes of Qwen3-30B-A3B, 128 experts of 2,048 x 768 and 1,024 rows each: 0.74 and
+0.61 by tokamax' kernel on v5e, 0.35 to 0.38 on v5p, 0.34 to 0.38 by XLA's own on v5e
+(github.com/openxla/tokamax, data/autotuning, pallas_mosaic_tpu_ragged_dot.json, ragged_dot.json).
+"""
 HOP_S = 1e-6
 """Latency from one chip to the next, seconds; a collective goes half around the ring."""
 EXPOSED = ("all-reduce", "all-to-all")
@@ -128,7 +139,7 @@ def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
         compute_s=cost.cycles / chip.clock_hz + grouped_s,
         products_s=cost.product_cycles / chip.clock_hz + grouped_s,
         peak_s=flops / chip.peak_flops,
-        kernels_s=sum(k.flops for k in attention) / chip.peak_flops / SPLASH_SHARE
+        kernels_s=sum(k.flops / chip.peak_flops / _splash_share(k, where) for k in attention)
         + read_s / RAGGED_SHARE,
         hidden_s=talk - exposed,
         exposed_s=exposed,
@@ -138,6 +149,15 @@ def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
             talk,
         ),
     )
+
+
+def _splash_share(kernel: Kernel, where: Slice) -> float:
+    """Return the share of the peak for a kernel of attention; 1 where it has no FLOPs."""
+    if not kernel.flops:
+        return 1.0
+    backward = not kernel.name.startswith("splash_mha_fwd")
+    generation = where.chip.generation
+    return splash_share(generation, kernel.length, kernel.width, backward=backward)
 
 
 def collective_s(talk: Collective, where: Slice) -> float:

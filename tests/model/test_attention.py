@@ -105,6 +105,26 @@ def test_splash_and_its_gradient_equal_the_reference(sizes):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("length", "block", "wide"),
+    [
+        pytest.param(512, 128, 256, id="two of the backward kernels' blocks"),
+        pytest.param(640, 128, 128, id="a length that longer blocks do not divide"),
+        pytest.param(300, 384, 384, id="a row of one block"),
+    ],
+)
+def test_splash_with_longer_blocks_going_forward_equals_the_reference(length, block, wide):
+    sizes = kernels._row_blocks(length, block, (256, 128))
+    assert (sizes.block_q, sizes.block_kv_compute, sizes.block_q_dq) == (wide, 128, block)
+    inputs = packed(T=length, H=2, N=1, K=16)
+    expected = outputs_and_gradients(reference, *inputs)
+    with interpreted_kernels():
+        tuned = jax.jit(partial(kernels.splash, most=block, forward=(256, 128)))
+        got = outputs_and_gradients(tuned, *inputs)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 @pytest.mark.exhaustive
 def test_splash_in_bfloat16_is_as_close_to_float32_as_the_reference_in_bfloat16():
     inputs = packed(T=100)
@@ -375,7 +395,7 @@ def test_ragged_paged_on_a_mesh_equals_its_reference(kv_heads):
 def test_auto_takes_the_platforms_kernel_where_it_can_run(device, dtype, head_dim, name):
     mesh: Any = SimpleNamespace(devices=np.array([device]), size=1)
     chosen = sequence_attention("auto", mesh=mesh, dtype=dtype, head_dim=head_dim)
-    assert chosen is SEQUENCE_ATTENTION[name]
+    assert getattr(chosen, "func", chosen) is SEQUENCE_ATTENTION[name], "or with a chip's blocks"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,13 @@ def test_auto_takes_splash_for_tpu_devices(programs):
     assert programs["chosen"]["is_splash"]
 
 
-@pytest.mark.parametrize("kind", ["", " float32", " narrow heads", " wide heads", " odd length"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("", " float32", " narrow heads", " wide heads", " odd length"),
+        *(" long blocks", " long blocks of wide heads"),
+    ],
+)
 def test_splash_and_its_gradient_compile(programs, kind):
     assert programs[f"splash{kind}"]["kernels"] == 3  # forward, dq, dkv
 

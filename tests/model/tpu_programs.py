@@ -373,6 +373,12 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "splash wide heads": partial(attention_gradient, kernels.splash, N=8, K=256),
     "splash odd length": partial(attention_gradient, kernels.splash, T=1100, N=1),
     "splash long": partial(attention_gradient, kernels.splash, T=4096),
+    "splash long blocks": partial(
+        attention_gradient, kernels.splash_on(TOPOLOGY.devices[0], jnp.bfloat16), T=2048
+    ),
+    "splash long blocks of wide heads": partial(
+        attention_gradient, kernels.splash_on(TOPOLOGY.devices[0], jnp.bfloat16), T=2048, K=256
+    ),
     "trees": partial(attention_gradient, tree_splash),
     "trees float32": partial(attention_gradient, tree_splash, dtype=jnp.float32),
     "trees odd length": partial(attention_gradient, tree_splash, T=1100, N=1),

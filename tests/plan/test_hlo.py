@@ -120,6 +120,7 @@ ENTRY %main (m: s8[1,16,16], q: {queries}, k: {keys}) -> {queries} {{
     )
     (kernel,) = cost_of(parse(text), {"fsdp": 1}).kernels
     assert kernel.flops == flops
+    assert (kernel.length, kernel.width) == arrays_of(keys)[0][1][-2:]
 
 
 @pytest.mark.parametrize(("expert", "rows", "used"), [(1, 65536, 32), (4, 65536, 32), (1, 1, 1)])

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, DataError
@@ -373,6 +375,41 @@ def test_the_experts_products_take_their_bytes_or_their_flops():
     assert took[0].compute_s == took[0].products_s == pytest.approx(1e-3 / 0.8)
     assert took[1].products_s == pytest.approx(2.0, rel=0.01), "half of the peak"
     assert took[1].kernels_s == 0
+
+
+@pytest.mark.parametrize(
+    ("generation", "length", "published"),
+    [
+        pytest.param("v5p", 2048, 0.27, id="axlearn, JAX's kernel in blocks of 512"),
+        pytest.param("tpu7x", 8192, 0.249, id="tokamax, microbenchmarks.pdf"),
+        pytest.param("tpu7x", 4096, 0.206, id="tokamax, microbenchmarks.pdf, shorter"),
+    ],
+)
+def test_splash_attentions_share_is_near_what_others_published(generation, length, published):
+    from jaxrl_async.plan.attention_rates import splash_share
+
+    assert splash_share(generation, length, 128) == pytest.approx(published, rel=0.3)
+
+
+@given(st.sampled_from(sorted(CHIPS)), st.integers(1, 10**6), st.integers(1, 512))
+def test_longer_rows_and_wider_heads_bring_splash_nearer_to_the_peak(generation, length, width):
+    from jaxrl_async.plan.attention_rates import splash_share
+
+    share = splash_share(generation, length, width)
+    assert 0.03 < share < 0.8
+    assert splash_share(generation, 2 * length, width) >= share
+    assert splash_share(generation, length, 2 * width) >= share
+
+
+def test_splash_takes_its_flops_at_the_share_of_its_chip():
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.timing import timing
+
+    kernel = Kernel(name="splash_mha_fwd", times=1, flops=197e12, length=8192, width=128)
+    done = Compiled(name="gradient", side="trainer", fits=True, cost=Cost(kernels=(kernel,)))
+    took = timing(done, parse_slice("v5e-4"))
+    assert took.kernels_s == pytest.approx(1 / 0.555, rel=0.01) and took.peak_s == 1
 
 
 def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
