@@ -399,18 +399,13 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
         train_step, fsdp=4, context=4, remat="attention"
     ),
     "step on context": partial(train_step, fsdp=4, context=4),
-    "step on context x tensor": partial(train_step, context=2, tensor=8),
     "step of gemma2": partial(train_step, fsdp=4, tensor=4, shape=GEMMA2),
-    "step of gemma3": partial(train_step, fsdp=4, tensor=4, shape=GEMMA3),
     "step of gemma3 on context": partial(train_step, fsdp=4, context=4, shape=GEMMA3),
     "step of gemma3 that shares prefixes": partial(
         train_step, fsdp=4, tensor=4, share_prefixes=True, shape=GEMMA3
     ),
     "step on expert": partial(train_step, fsdp=4, expert=4, experts=8),
     "step of gpt_oss": partial(train_step, fsdp=2, expert=4, tensor=2, experts=8, shape=GPT_OSS),
-    "step of gpt_oss on context": partial(
-        train_step, expert=4, context=4, experts=8, shape=GPT_OSS
-    ),
     "step of gpt_oss that shares prefixes": partial(
         train_step, fsdp=4, expert=4, experts=8, share_prefixes=True, shape=GPT_OSS
     ),
@@ -419,9 +414,6 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "step of deepseek_v3 on context": partial(
         train_step, expert=4, context=4, experts=8, shape=DEEPSEEK
-    ),
-    "step of deepseek_v3 that shares prefixes": partial(
-        train_step, fsdp=4, expert=4, experts=8, share_prefixes=True, shape=DEEPSEEK
     ),
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
