@@ -100,8 +100,8 @@ def chunks_of(
     by then those before it have given pages back."""
     if spec.cpu_attention and images is None:
         most = min(shapes.TOGETHER, spec.total_slots)
-        for first in range(0, len(planned), most):
-            parts = planned[first : first + most]
+        for run in shapes.divided([count for _, count in planned], most, budget):
+            parts = planned[run]
             size = shapes.coarse_bucket(sum(count for _, count in parts), budget)
             yield make_chunk(parts, Sizes(most, 1, size, spec.num_pages(spec.max_length)), spec)
         return

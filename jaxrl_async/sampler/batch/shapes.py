@@ -72,6 +72,36 @@ def coarse_bucket(tokens: int, most: int) -> int:
     return most if tokens <= most < bucket else bucket
 
 
+def divided(counts: Sequence[int], rows: int, most: int) -> list[slice]:
+    """Return which neighbouring sequences are prefilled by one program, where padding costs little:
+    as many as it takes, or those that fit FEW_TOKENS where they then need half of the tokens,
+    padding included.
+
+    Args:
+        counts: new tokens of each sequence, `most` in all.
+        rows: most sequences of a program.
+        most: as of coarse_bucket.
+    """
+
+    def padded(runs: list[slice]) -> int:
+        return sum(coarse_bucket(sum(counts[run]), most) for run in runs)
+
+    few, many = _runs(counts, rows, FEW_TOKENS), _runs(counts, rows, max(most, sum(counts)))
+    return few if 2 * padded(few) <= padded(many) else many
+
+
+def _runs(counts: Sequence[int], rows: int, tokens: int) -> list[slice]:
+    """Divide sequences, in their order, into runs of at most `rows` with at most `tokens`, or of a
+    longer one alone."""
+    runs, begin, held = list[slice](), 0, 0
+    for place, count in enumerate(counts):
+        if place > begin and (place - begin == rows or held + count > tokens):
+            runs.append(slice(begin, place))
+            begin, held = place, 0
+        held += count
+    return [*runs, slice(begin, len(counts))] if counts else runs
+
+
 def coarse_buckets(most: int) -> list[int]:
     """Return all that coarse_bucket gives for numbers of tokens up to `most`, ascending."""
     found = [coarse_bucket(1, most)]
