@@ -136,6 +136,12 @@ def _options() -> argparse.Namespace:
     args = options(words)
     if args.quick:
         args.slots = [8]
+    if args.answers:
+        from peers.run import workloads as known
+
+        names = list(known(1, quick=args.quick))
+        if args.peers is None or not set(args.answers) <= set(names):
+            words.error(f"--answers is for --peers, and one or more of {names}")
     return args
 
 

@@ -425,7 +425,7 @@ def flat_forward(
     choose: Choose = route,
     images: tuple[Array, Array] | None = None,
     read: ReadStates | None = None,
-    last: Array | None = None,
+    last: tuple[Array, Array] | None = None,
 ) -> Array:
     """Run tokens [n] at positions [n] through all layers: [n, D], before the final norm.
 
@@ -446,8 +446,9 @@ def flat_forward(
             None: there are none.
         read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> what the
             tokens read [n, H, V]. None: there is no such layer.
-        last: [m] indices of the tokens whose result is returned, [m, D]. Of the others the last
-            layer computes keys and values alone. None: of all.
+        last: [m] indices of the tokens whose result is returned, [m, D], and which of them count
+            [m] bool. The last layer leaves out what comes after attention for the others, unless it
+            is one with gates. None: of all.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
@@ -471,15 +472,16 @@ def flat_forward(
         mix = _cast(partial(mix, i), x.dtype)
         if last is not None and i == spec.layers - 1 and type(layer).through is Layer.through:
             attended = mix(*layer.qkv(x, angles[kind.rope]))
-            few: Layer = nnx.merge(graph, _of_rows(weights, last))
-            return few.finish(x[last], attended[last], experts, choose)
+            few: Layer = nnx.merge(graph, _of_rows(weights, *last))
+            return few.finish(x[last[0]], attended[last[0]], experts, choose)
         x = layer.through(x, angles[kind.rope], mix, experts, choose)
-    return x if last is None else x[last]
+    return x if last is None else x[last[0]]
 
 
-def _of_rows(weights: Params, rows: Array) -> Params:
-    """Return a layer's weights for some of the tokens that they are for."""
-    own = {name: weights[name][rows] for name in (ROWS_USED, LORA_OWN) if name in weights}
+def _of_rows(weights: Params, rows: Array, used: Array) -> Params:
+    """Return a layer's weights for some of the tokens that they are for; used: which count."""
+    own = {LORA_OWN: weights[LORA_OWN][rows]} if LORA_OWN in weights else {}
+    own |= {ROWS_USED: used} if ROWS_USED in weights else {}
     return {**weights, **own}
 
 

@@ -1,4 +1,4 @@
-"""Of tokens whose result nobody asks for the last layer computes keys and values alone."""
+"""What comes after the last layer's attention is computed for the tokens that are asked for."""
 
 from typing import Any
 
@@ -35,7 +35,8 @@ def forward(spec: ModelSpec, layers: Any, last: Any = None) -> Any:
 
     def program(params: Any, layers: Any) -> Any:
         positions = jnp.arange(TOKENS)
-        return flat_forward(spec, params, layers, IDS, positions, attend, last=last)
+        some = None if last is None else (last, last >= 0)
+        return flat_forward(spec, params, layers, IDS, positions, attend, last=some)
 
     given = tiny_params(spec), layers
     compiled = jax.jit(program).lower(*given).compile()

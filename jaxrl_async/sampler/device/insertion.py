@@ -197,7 +197,7 @@ def prefill(
         choose=choose_experts(spec, chosen),
         images=chunk.images,
         read=read,
-        last=None if spec.keeps_routes else last,  # routes are those of all tokens
+        last=None if spec.keeps_routes else (last, lengths > 0),  # routes are of all tokens
     )
     x = x[last] if spec.keeps_routes else x
     params = of_tokens(spec, weights, lengths > 0).params
