@@ -13,6 +13,7 @@ start_s: loading the model; first_run_s: the first run of the workload, compilat
 import argparse
 import os
 
+import peers.run
 from common import (
     MODELS,
     PROMPT_TOKENS,
@@ -39,15 +40,15 @@ def main() -> None:
     """Measure every row and print them."""
     args = _options()
     if args.peers is not None:
-        from peers.run import measure_peers, measure_starts
-
         names = args.peers or ["vllm", "tunix", "transformers", "transformers-continuous"]
         if args.starts:
-            starts = [row for model in args.models for row in measure_starts(model, names)]
+            starts = [
+                row for model in args.models for row in peers.run.measure_starts(model, names)
+            ]
             report("generate --peers --starts", starts, args)
             return
         replicas = dict.fromkeys(args.models, args.samplers or os.cpu_count() or 1)
-        rows = measure_peers(
+        rows = peers.run.measure_peers(
             args.models,
             args.slots,
             args.repeats,
@@ -137,9 +138,7 @@ def _options() -> argparse.Namespace:
     if args.quick:
         args.slots = [8]
     if args.answers:
-        from peers.run import workloads as known
-
-        names = list(known(1, quick=args.quick))
+        names = list(peers.run.workloads(1, quick=args.quick))
         if args.peers is None or not set(args.answers) <= set(names):
             words.error(f"--answers is for --peers, and one or more of {names}")
     return args

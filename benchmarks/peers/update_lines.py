@@ -30,7 +30,7 @@ class UpdateLines:
     def ended(self, **more: float) -> None:
         """Write when the update that ends now began, its CPU seconds, the peak memory of the
         process and what else is known of it. The first call only begins the first one."""
-        now, used = time.perf_counter(), _cpu_s()
+        now, used = time.perf_counter(), cpu_s()
         if self._began is not None:
             began, used_before = self._began
             line = {"began": began, "ended": now, "cpu_s": used - used_before}
@@ -52,6 +52,7 @@ def peak_mib() -> float:
     return most / 1024**2 if sys.platform == "darwin" else most / 1024
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

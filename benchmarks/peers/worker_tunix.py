@@ -62,6 +62,16 @@ def llama3_of(folder: str) -> tuple[Any, Any, Any]:
     return model, config, mesh
 
 
+def adamw(learning_rate: float) -> Any:
+    """Return the optimizer with the settings and the clipping of our trainer's defaults."""
+    import optax
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0),
+    )
+
+
 def load(folder: str) -> tuple[Generate, str]:
     """Make a sampler over the llama3 model in the folder."""
     import importlib.metadata

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from update_lines import UpdateLines
-from worker_tunix import Ids, llama3_of
+from worker_tunix import Ids, adamw, llama3_of
 
 
 class Tokens(Ids):
@@ -65,20 +65,15 @@ class Watched:
 
 def make_cluster(folder: str, prompt: int, asked: dict[str, Any]) -> tuple[Any, Any]:
     """Return Tunix's cluster on one device, and its mesh."""
-    import optax
     from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
     model, _, mesh = llama3_of(folder)
     rows = asked["rows"] or asked["prompts"] * asked["samples"]
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(asked["learning_rate"], b1=0.9, b2=0.95, weight_decay=0.0),
-    )
     config = ClusterConfig(
         role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
         training_config=RLTrainingConfig(
-            actor_optimizer=optimizer,
+            actor_optimizer=adamw(asked["learning_rate"]),
             eval_every_n_steps=10**9,
             max_steps=10**9,
             mini_batch_size=asked["prompts"],

@@ -7,18 +7,12 @@ clipping are those of our trainer's defaults. Its best settings here: nothing is
 """
 
 import json
-import resource
 import sys
 import time
 from typing import Any
 
-from worker_tunix import llama3_of
-
-
-def cpu_s() -> float:
-    """Return the CPU seconds of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+from update_lines import cpu_s
+from worker_tunix import adamw, llama3_of
 
 
 def make_update(folder: str, data: str, rows: int) -> Any:
@@ -26,7 +20,6 @@ def make_update(folder: str, data: str, rows: int) -> Any:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import optax
     from flax import nnx
     from tunix.rl import common
     from tunix.rl.algo_core import grpo_loss_fn
@@ -37,13 +30,10 @@ def make_update(folder: str, data: str, rows: int) -> Any:
     given = np.load(data)
     ids, prompt = given["token_ids"], int(given["prompt"])
     micros = len(ids) // rows
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.0)
-    )
     training = peft_trainer.TrainingConfig(
         eval_every_n_steps=10**9, gradient_accumulation_steps=micros if micros > 1 else None
     )
-    trainer = peft_trainer.PeftTrainer(model, optimizer, training)
+    trainer = peft_trainer.PeftTrainer(model, adamw(1e-6), training)
     algorithm = GRPOConfig(beta=0.0)
     algorithm.temperature = 1.0
 
