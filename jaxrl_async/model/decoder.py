@@ -447,8 +447,8 @@ def flat_forward(
         read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> what the
             tokens read [n, H, V]. None: there is no such layer.
         last: [m] indices of the tokens whose result is returned, [m, D], and which of them count
-            [m] bool. The last layer leaves out what comes after attention for the others, unless it
-            is one with gates. None: of all.
+            [m] bool. The last layer leaves out what comes after attention for the others. None: of
+            all.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
@@ -470,12 +470,12 @@ def flat_forward(
         mix = read if kind.is_linear else attend
         assert mix is not None, "a model with gated delta nets needs what reads their states"
         mix = _cast(partial(mix, i), x.dtype)
-        if last is not None and i == spec.layers - 1 and type(layer).through is Layer.through:
-            attended = mix(*layer.qkv(x, angles[kind.rope]))
-            few: Layer = nnx.merge(graph, _of_rows(weights, *last))
-            return few.finish(x[last[0]], attended[last[0]], experts, choose)
-        x = layer.through(x, angles[kind.rope], mix, experts, choose)
-    return x if last is None else x[last[0]]
+        attended = layer.attended(x, angles[kind.rope], mix)
+        if last is not None and i == spec.layers - 1:
+            layer = nnx.merge(graph, _of_rows(weights, *last))
+            x, attended = x[last[0]], attended[last[0]]
+        x = layer.finish(x, attended, experts, choose)
+    return x
 
 
 def _of_rows(weights: Params, rows: Array, used: Array) -> Params:

@@ -26,22 +26,14 @@ class GatedLayer(Layer):
     """A layer that multiplies what attention returns with a sigmoid of its input, for each
     component of each head."""
 
-    def through(
-        self,
-        x: Array,
-        angles: Angles | None,
-        mix: Any,
-        experts: Experts = run_experts,
-        choose: Choose = route,
-    ) -> Array:
-        """Return x [n, D] after the layer, as Layer does."""
+    def attended(self, x: Array, angles: Angles | None, mix: Any) -> Array:
+        """Return what attention makes of x [n, D], times the gate: [n, H, K]."""
         y = self._norm(x, "attn_norm")
         wide = 2 * self.spec.head_dim
         q, gate = jnp.split(split_heads(self._times(y, "q"), wide), 2, axis=-1)
         k, v = (split_heads(self._times(y, n), self.spec.head_dim) for n in ("k", "v"))
-        attended = mix(*self._turned_heads(q, k, v, angles))
-        gate = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
-        return self.finish(x, attended * gate, experts, choose)
+        summed = mix(*self._turned_heads(q, k, v, angles))
+        return summed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
 
 
 class DeltaLayer(Layer):
@@ -53,15 +45,8 @@ class DeltaLayer(Layer):
         assert self.spec.delta is not None, "DeltaLayer is for specs with gated delta nets"
         return self.spec.delta
 
-    def through(
-        self,
-        x: Array,
-        angles: Angles | None,
-        mix: Any,
-        experts: Experts = run_experts,
-        choose: Choose = route,
-    ) -> Array:
-        """Return x [n, D] after the layer.
+    def attended(self, x: Array, angles: Angles | None, mix: Any) -> Array:
+        """Return what the tokens x [n, D] read, normed and times its gate: [n, H, V].
 
         mix: (inputs of the convolution and the rule of n tokens, the convolution's weights) -> what
         they read, [n, H, V]. angles: nothing is rotated.
@@ -71,8 +56,13 @@ class DeltaLayer(Layer):
         weights = tuple(getattr(self, f"delta_conv_{name}")[...] for name in "qkv")
         read = mix(inputs, weights).astype(x.dtype)
         read = rms_norm(read, self._weight("delta_norm", x.dtype), self.spec.norm_eps)
-        read = (read * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
-        flat = read.reshape(read.shape[0], -1)
+        return (read * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+
+    def finish(
+        self, x: Array, attended: Array, experts: Experts = run_experts, choose: Choose = route
+    ) -> Array:
+        """Apply the output projection and the rest, as Layer does, to what the tokens read."""
+        flat = attended.reshape(attended.shape[0], -1)
         return self._added(x, self._times(flat, "delta_out"), experts, choose)
 
     def _projected(self, y: Array) -> tuple[DeltaInputs, Array]:

@@ -258,9 +258,13 @@ class Layer(nnx.Module):
         experts: Experts = run_experts,
         choose: Choose = route,
     ) -> Array:
-        """Return x [..., D] after the whole layer; mix: the attention, (q, k, v) of qkv -> [..., H,
-        K]; the rest as in finish."""
-        return self.finish(x, mix(*self.qkv(x, angles)), experts, choose)
+        """Return x [..., D] after the whole layer; the rest as in attended and finish."""
+        return self.finish(x, self.attended(x, angles, mix), experts, choose)
+
+    def attended(self, x: Array, angles: Angles | None, mix: Callable[..., Array]) -> Array:
+        """Return what attention makes of x [..., D]; mix: the attention, (q, k, v) of qkv -> [...,
+        H, K]."""
+        return mix(*self.qkv(x, angles))
 
     def qkv(self, x: Array, angles: Angles | None) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values, of x [..., D]: [..., H, K], [..., N, K],
