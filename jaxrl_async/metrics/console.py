@@ -2,6 +2,7 @@
 
 import sys
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,7 @@ class Console:
         self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._parts: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # of a phase that counts
-        self._seen: dict[str, list[float]] = {}  # by key of SHOWN, for the curves
+        self._seen = {key: array("d") for label, key, _ in SHOWN if label in CURVES}
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=self._stream)
         terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
@@ -145,8 +146,8 @@ class Console:
             eta_s=eta_s(self._times, total),
             elapsed_s=now - self._start,
         )
-        for key in {key for _, key, _ in SHOWN} & values.keys():
-            self._seen.setdefault(key, []).append(values[key])
+        for key in self._seen.keys() & values.keys():
+            self._seen[key].append(values[key])
         first = len(self._times) == 1
         evaluated = any(key.startswith("eval/") for key in values)
         spaced = now - self._printed_at >= spacing_s(now - self._start)
@@ -208,7 +209,7 @@ class Console:
         found = []
         for label, key, form in SHOWN:
             values = list(self._seen.get(key, ()))  # the other thread may append meanwhile
-            if label in CURVES and len(values) > 1:
+            if len(values) > 1:
                 extent = f"{form(min(values))} to {form(max(values))}"
                 found.append((f"{label} {extent}", curve(values, width)))
         return found[:2]

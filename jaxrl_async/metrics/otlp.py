@@ -1,4 +1,4 @@
-"""Send spans to an OpenTelemetry collector, when a run ends: OTLP over HTTP, as JSON.
+"""Send spans to an OpenTelemetry collector as they are written: OTLP over HTTP, as JSON.
 
 Where to and with which headers is said by OpenTelemetry's own environment variables; nothing is
 sent without them. https://opentelemetry.io/docs/specs/otlp/#otlphttp

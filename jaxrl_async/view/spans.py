@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TRACES = ("trace*.json", "samplers/*.trace.json")
+TRACES = ("trace*.json", "older.trace*.json", "samplers/*.trace.json")
 """Files of spans in a run's folder, or, of several adapters that learn in one run, in the folder of
-all."""
+all. The older one of two begins with older."""
 MAX_SPANS = 2_000_000
 """Spans of all files that are read; those beyond are counted."""
 FAMILY = re.compile(r"(.+) \d+")
@@ -43,23 +43,29 @@ Drawn = tuple[float, float, int, int]  # start and end, seconds; kind; how many 
 
 @dataclass(slots=True)
 class Track:
-    """Spans of a thread, or of what overlaps, by start; one that holds others before them."""
+    """Spans of a thread, or of what overlaps, in any order."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    open: list[float] = field(default_factory=list)  # ends of the spans that hold the next one
 
     def add(self, start_s: float, end_s: float, kind: int) -> None:
-        """Add the next span."""
-        while self.open and self.open[-1] <= start_s:
-            self.open.pop()
+        """Add a span."""
         self.starts.append(start_s)
         self.ends.append(end_s)
         self.kinds.append(kind)
-        self.depths.append(len(self.open))
-        self.open.append(end_s)
+
+    def depths(self) -> list[int]:
+        """Return how many spans hold each one: those that begin before it, or with it and end
+        later, and are not over when it begins."""
+        depths = [0] * len(self.starts)
+        ends_s: list[float] = []  # of the spans that hold the next one
+        for i in np.lexsort((-np.array(self.ends), np.array(self.starts))).tolist():
+            while ends_s and ends_s[-1] <= self.starts[i]:
+                ends_s.pop()
+            depths[i] = len(ends_s)
+            ends_s.append(self.ends[i])
+        return depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +242,7 @@ class _Reading:
 
     def finished(self, files: tuple[str, ...], run: str) -> RunSpans:
         """Return what was read. run: whose steps count, of several adapters that learn in one."""
-        begin_s = min((t.starts[0] for t in self.tracks.values()), default=0.0)
+        begin_s = min((min(t.starts) for t in self.tracks.values()), default=0.0)
         end_s = max((max(t.ends) for t in self.tracks.values()), default=begin_s)
         lanes: dict[tuple[str, str], list[Track]] = {}
         for (process, name, tid), track in self.tracks.items():
@@ -263,13 +269,14 @@ class _Reading:
 def lane_of(process: str, name: str, tracks: Sequence[Track], begin_s: float) -> Lane:
     """Put tracks into one lane, by start. Several have no depth: what overlaps is drawn as one."""
     starts = np.concatenate([t.starts for t in tracks])
-    order = np.argsort(starts, kind="stable")
-    depths = np.concatenate([t.depths for t in tracks])
+    ends = np.concatenate([t.ends for t in tracks])
+    order = np.lexsort((-ends, starts))
+    depths = np.concatenate([t.depths() for t in tracks])
     return Lane(
         process=process,
         name=name,
         starts=starts[order] - begin_s,
-        ends=np.concatenate([t.ends for t in tracks])[order] - begin_s,
+        ends=ends[order] - begin_s,
         kinds=np.concatenate([t.kinds for t in tracks])[order],
         depths=np.zeros_like(depths) if len(tracks) > 1 else depths[order],
         nests=len(tracks) == 1,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxrl_async.errors import Closed
-from jaxrl_async.metrics.spans import TRACE_CLOCK, add_span
+from jaxrl_async.metrics.spans import add_span
+from jaxrl_async.metrics.trace_file import TRACE_CLOCK
 from jaxrl_async.ports import Clock
 from jaxrl_async.weights.remote.traffic import Traffic
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, write_trace
+from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
+from jaxrl_async.metrics.trace_file import TraceFile
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.report import write_report
 
@@ -64,8 +65,8 @@ def write_spans(root: Path, steps: int) -> None:
         for thread in recorder._threads:
             thread.name = name
     (root / "samplers").mkdir()
-    write_trace(trainer, root / "trace.json", "trainer 0")
-    write_trace(sampler, root / "samplers" / "0.trace.json", "sampler 0")
+    TraceFile(root / "trace.json", "trainer 0").add(trainer.take())
+    TraceFile(root / "samplers" / "0.trace.json", "sampler 0").add(sampler.take())
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.spans import RecordedSpan, SpanRecorder, recorded_spans, write_trace
+from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
+from jaxrl_async.metrics.spans import recorded_spans
+from jaxrl_async.metrics.trace_file import TraceFile
 from jaxrl_async.trainer.beside import EvaluationBeside
 from jaxrl_async.trainer.step_times import StepTimes
 from jaxrl_async.view.answers import ANSWERS
@@ -30,7 +32,7 @@ def written(path: Path, process: str, spans: Given, *, ahead_s: float = 0.0, thr
     for one in recorder._threads:
         one.name = thread
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_trace(recorder, path, process)
+    TraceFile(path, process).add(recorder.take())
     head, *rest = path.read_text().splitlines()
     facts = json.loads(head.rstrip(",") + "}")
     facts["otherData"]["written_at"] = {"wall_clock_s": 500.0 + ahead_s, "trace_clock_s": 500.0}
@@ -85,6 +87,28 @@ def test_what_overlaps_is_one_lane_and_counts_each_second_once(tmp_path):
     assert [(start, end, count) for start, end, _, count in row] == [(0.0, 4.0, 2), (6.0, 8.0, 1)]
 
 
+def test_spans_that_were_written_in_parts_nest_whichever_came_first(tmp_path):
+    """A step is recorded when it ends, after what it holds, which may be in an older file."""
+    recorder, file = SpanRecorder(), TraceFile(tmp_path / "trace.json", "p", most_spans=1)
+    for name, start, end in (("learn", 1, 2), ("publish", 2, 3), ("step", 0, 4), ("step", 4, 5)):
+        recorder.add(RecordedSpan(name, start, end, "", {"version": start}))
+        if name != "learn":
+            file.add(recorder.take(), not_taken=2)
+    spans = read_spans(tmp_path)
+    assert spans.files == ("older.trace.json", "trace.json") and spans.dropped == 2 + 2
+    (lane,) = spans.lanes
+    assert [spans.kinds[kind] for kind in lane.kinds] == ["step", "step"]
+    file = TraceFile(tmp_path / "trace.json", "p", most_spans=2)
+    for name, start, end in (("learn", 1, 2), ("publish", 2, 3), ("step", 0, 4)):
+        recorder.add(RecordedSpan(name, start, end, "", {"version": start}))
+        file.add(recorder.take())
+    spans = read_spans(tmp_path)
+    (lane,) = spans.lanes
+    assert [spans.kinds[kind] for kind in lane.kinds] == ["step", "learn", "publish"]
+    assert lane.depths.tolist() == [0, 1, 1] and spans.dropped == 0
+    assert lane.busy_s(0.0, 4.0, [spans.kinds.index("learn")]) == 3.0
+
+
 def test_processes_are_set_against_each_other_by_their_clocks(tmp_path):
     written(tmp_path / "trace.json", "trainer 0", [("learn", 100.0, 101.0, "")], ahead_s=1000.0)
     written(
@@ -111,7 +135,7 @@ def test_one_of_several_adapters_has_the_spans_of_all_and_steps_of_its_own(tmp_p
         thread = threading.Thread(target=steps, name=f"trainer of {name}")
         thread.start()
         thread.join()
-    write_trace(recorder, tmp_path / "trace.json", "trainer 0")
+    TraceFile(tmp_path / "trace.json", "trainer 0").add(recorder.take())
     (tmp_path / "config.yaml").write_text("")
     for name, window in (("few", (0.0, 0.4)), ("many", (0.5, 0.9))):
         (tmp_path / name).mkdir()

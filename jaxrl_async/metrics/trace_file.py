@@ -1,0 +1,180 @@
+"""Write spans as a trace that https://ui.perfetto.dev opens, a part at a time: what is written need
+not stay in memory, and is not written again when more comes.
+
+    {"displayTimeUnit": "ms", "otherData": {"dropped": ..., "written_at": ...}},
+    "traceEvents": [
+    {"name": "process_name", ...},       an event a line, in no order
+    ...
+    ]}                                   in whose place the next part goes
+
+A file that is full takes the name older.NAME, in the place of the one before it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.metrics.span_recorder import RecordedSpan, ThreadSpans
+
+MOST_SPANS = 250_000
+"""Spans of a file before the next one is begun; about 30 MB."""
+OLDER = "older."
+"""What the name of the older of the two files begins with."""
+TRACE_CLOCK = time.perf_counter
+"""The clock of all spans, seconds. On Linux it is the same in all processes of a machine."""
+FIRST_LINE_BYTES = 200
+"""Of the line that is written anew with each part."""
+LAST_LINE = b"\n]}\n"
+
+Taken = Sequence[tuple[ThreadSpans, Sequence[RecordedSpan]]]
+"""What each thread has recorded."""
+Tracks = list[tuple[str, list[RecordedSpan]]]
+"""Name and spans of each track."""
+
+
+class Lanes:
+    """Tracks of what overlaps: each span goes to the first one that is free."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ends_s: list[float] = []  # of the last span of each track
+
+    def deal(self, spans: Iterable[RecordedSpan]) -> Tracks:
+        """Deal spans to tracks, after those of earlier calls; return these by track."""
+        dealt: dict[int, list[RecordedSpan]] = {}
+        for one in in_order(spans):
+            free = (i for i, end_s in enumerate(self._ends_s) if end_s <= one.start_s)
+            place = next(free, len(self._ends_s))
+            self._ends_s[place : place + 1] = [one.end_s]
+            dealt.setdefault(place, []).append(one)
+        return [(f"{self._name} {place + 1:03}", dealt[place]) for place in sorted(dealt)]
+
+
+class TraceFile:
+    """The file of one process's spans. For one thread at a time."""
+
+    def __init__(self, path: Path, process: str, most_spans: int = MOST_SPANS) -> None:
+        """Prepare to write, and write nothing yet.
+
+        process: what the process is called in the file.
+        most_spans: of a file before the next one is begun.
+        """
+        self._path, self._process, self._most = path, process, most_spans
+        self._older = path.with_name(OLDER + path.name)
+        self._lanes: dict[str, Lanes] = {}
+        self._numbers: dict[int | str, int] = {}  # of the tracks that the file names
+        self._end = self._count = self._told = 0  # where its last line begins (0: no file), its
+        # spans, and how many it says were dropped
+        self._older_count = self._older_told = 0  # spans of the older file, and what it says
+        self._lost = 0  # spans that could not be written, or are in no file any more
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything was written."""
+        return self._end > 0
+
+    def dropped(self, not_taken: int) -> int:
+        """Return how many spans are in neither file; not_taken of them were never given to `add`."""
+        return not_taken + self._lost
+
+    def add(self, taken: Taken, not_taken: int = 0) -> Tracks:
+        """Write spans behind those that are there; return them by track.
+
+        not_taken: how many spans there were, in all, that were never given to this.
+
+        Raises OSError if they cannot be written: they are lost then, but none of those before them.
+        """
+        tracks: list[tuple[int | str, str, list[RecordedSpan]]] = [
+            (thread.number, thread.name, in_order(own)) for thread, own in _own(taken)
+        ]
+        for name, spans in _overlapping(taken).items():
+            lanes = self._lanes.setdefault(name, Lanes(name))
+            tracks += [(track, track, own) for track, own in lanes.deal(spans)]
+        count = sum(len(own) for *_, own in tracks)
+        try:
+            self._write(tracks, not_taken)
+        except OSError:
+            self._lost += count
+            raise
+        self._count += count
+        return [(name, own) for _, name, own in tracks]
+
+    def _write(
+        self, tracks: Sequence[tuple[int | str, str, list[RecordedSpan]]], not_taken: int
+    ) -> None:
+        if self._count >= self._most:
+            self._begin_next()
+        pid, named, events = os.getpid(), dict(self._numbers), list[dict[str, Any]]()
+        if not self._end:
+            events.append(_named("process_name", pid, 0, self._process))
+        for key, name, spans in tracks:
+            if key not in named:
+                named[key] = len(named) + 1
+                events.append(_named("thread_name", pid, named[key], name))
+            events += [_event(one, pid, named[key]) for one in spans]
+        lines = ",\n".join(json.dumps(event) for event in events).encode()
+        told = self.dropped(not_taken) - self._older_told
+        first = _first_line(told)
+        if self._end:
+            with self._path.open("r+b") as file:
+                file.seek(self._end)
+                file.write((b",\n" + lines if lines else b"") + LAST_LINE)
+                end = file.tell() - len(LAST_LINE)
+                file.truncate()
+                file.seek(0)
+                file.write(first)
+        else:
+            if not self._older_count:
+                self._older.unlink(missing_ok=True)  # of an earlier run
+            whole = first + b'"traceEvents": [\n' + lines + LAST_LINE
+            self._path.write_bytes(whole)
+            end = len(whole) - len(LAST_LINE)
+        self._end, self._numbers, self._told = end, named, told
+
+    def _begin_next(self) -> None:
+        """Put the file, which is full, in the place of the older one."""
+        self._path.replace(self._older)
+        self._lost += self._older_count
+        self._older_count, self._older_told = self._count, self._told
+        self._end = self._count = self._told = 0
+        self._numbers = {}
+
+
+def in_order(spans: Iterable[RecordedSpan]) -> list[RecordedSpan]:
+    """Return spans by start; one that holds others comes before them."""
+    return sorted(spans, key=lambda s: (s.start_s, -s.end_s))
+
+
+def _own(taken: Taken) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
+    """Return the spans on the tracks of their threads."""
+    found = ((thread, [s for s in spans if not s.lanes]) for thread, spans in taken)
+    return [(thread, spans) for thread, spans in found if spans]
+
+
+def _overlapping(taken: Taken) -> dict[str, list[RecordedSpan]]:
+    """Return the others, by the name of their lanes."""
+    found: dict[str, list[RecordedSpan]] = {}
+    for one in (one for _, spans in taken for one in spans if one.lanes):
+        found.setdefault(one.lanes, []).append(one)
+    return found
+
+
+def _first_line(dropped: int) -> bytes:
+    """Return the line that says how many spans are missing, and when it was written."""
+    began = {"wall_clock_s": time.time(), "trace_clock_s": TRACE_CLOCK()}
+    facts = json.dumps({"dropped": dropped, "written_at": began})
+    line = f'{{"displayTimeUnit": "ms", "otherData": {facts}'
+    return f"{line:{FIRST_LINE_BYTES - 2}},\n".encode()
+
+
+def _event(one: RecordedSpan, pid: int, number: int) -> dict[str, Any]:
+    start_ns, end_ns = int(one.start_s * 1e9), int(one.end_s * 1e9)
+    own = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"name": one.name, "ph": "X", "pid": pid, "tid": number, **own, "args": one.args}
+
+
+def _named(what: str, pid: int, number: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": number, "args": {"name": name}}
