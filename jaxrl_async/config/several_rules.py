@@ -21,8 +21,8 @@ SHARED = (
 OWN_OF_RUN = ("steps",)
 """Settings of the section `run` that a run may have its own of."""
 FILES = (
-    *("base", "base.json", "base.tmp", "config.yaml", "decoder", "lock", "trace.json", "older.trace.json"),
-    *("warm_start", "policy", "adapter"),
+    *("base", "base.json", "base.tmp", "config.yaml", "decoder", "lock"),
+    *("trace.json", "older.trace.json", "warm_start", "policy", "adapter"),
 )
 """What else the folder of several runs holds."""
 

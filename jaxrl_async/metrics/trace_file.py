@@ -77,7 +77,7 @@ class TraceFile:
         return self._end > 0
 
     def dropped(self, not_taken: int) -> int:
-        """Return how many spans are in neither file; not_taken of them were never given to `add`."""
+        """Return how many spans are in neither file; not_taken: those never given to `add`."""
         return not_taken + self._lost
 
     def add(self, taken: Taken, not_taken: int = 0) -> Tracks:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def test_no_lane_has_two_spans_at_once_however_they_come_in_parts(given_spans):
                 dealt.setdefault(name, []).extend(own)
             part = []
     for own in dealt.values():
-        assert all(a.end_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end_s <= b.start_s for a, b in pairwise(own))
 
 
 def test_spans_of_threads_are_tracks_of_their_own_and_nest(tmp_path):
