@@ -55,6 +55,7 @@ def main() -> None:
             names,
             replicas=replicas,
             answers=args.answers,
+            numbers=args.numbers,
             quick=args.quick,
         )
         report("generate --peers", rows, args)
@@ -131,12 +132,20 @@ def _options() -> argparse.Namespace:
         metavar="NAME",
         help='with --peers: of "64 each", "128 each", "long tail", "stragglers"; default: all',
     )
+    words.add_argument(
+        "--numbers",
+        default="float32",
+        choices=sorted(peers.run.NUMBERS),
+        help="with --peers vllm: what products are made of; int8: ours, beside vLLM's bfloat16",
+    )
     words.add_argument("--starts", action="store_true", help="with --peers: time to first token")
     words.add_argument("--samplers", type=int, help="ours in --peers; default: one per core")
     words.add_argument("--block", type=int, default=32, help="decode steps in one dispatch")
     args = options(words)
     if args.quick:
         args.slots = [8]
+    if args.numbers != "float32" and args.peers != ["vllm"]:
+        words.error("--numbers is for --peers vllm alone")
     if args.answers:
         names = list(peers.run.workloads(1, quick=args.quick))
         if args.peers is None or not set(args.answers) <= set(names):

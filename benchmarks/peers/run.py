@@ -23,6 +23,13 @@ from jaxrl_async.model.policy import Policy
 from .environments import ENVIRONMENTS, preloaded, python_of
 
 HERE = Path(__file__).parent
+NUMBERS = {
+    "float32": ("full", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "int8": ("int8", "bfloat16"),
+}
+"""Numbers that products are made of: our sampler.matmul, and vLLM's dtype, which has no 8 bits for
+weights that were not rounded before."""
 
 
 class Worker:
@@ -89,15 +96,16 @@ def measure_peers(
     *,
     replicas: Mapping[str, int],
     answers: Sequence[str] = (),
+    numbers: str = "float32",
     quick: bool = False,
 ) -> list[Row]:
     """Measure all engines on the workloads of these answers, or on all; report and skip an engine
-    that cannot be set up."""
+    that cannot be set up. numbers: of NUMBERS."""
     rows: list[Row] = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
-            workers = start_all(Path(folder), names, replicas.get(model, 1))
+            workers = start_all(Path(folder), names, replicas.get(model, 1), numbers)
             try:
                 for concurrency in slots:
                     for kind, lengths in workloads(concurrency, quick=quick).items():
@@ -122,14 +130,15 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
     prompts = random_prompts(MODELS[model].vocab, 8)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
-        mine: tuple[str, tuple[str, ...]] = ("worker_ours.py", (folder, "1", cache))
+        mine: tuple[str, tuple[str, ...]] = ("worker_ours.py", (folder, "1", "full", cache))
         engines: list[tuple[str, str, str, tuple[str, ...]]] = [
             ("ours, cold", sys.executable, *mine),
             ("ours, warm cache", sys.executable, *mine),
         ]
         for name in names:
             there = ENVIRONMENTS[name]
-            engines.append((name, str(python_of(there)), there.script, (folder, *there.words)))
+            words = (folder, *there.words, *(["float32"] if name == "vllm" else []))
+            engines.append((name, str(python_of(there)), there.script, words))
         for name, python, script, words in engines:
             start = time.perf_counter()
             worker = Worker(name, Path(python), script, Path(words[0]), *words[1:])
@@ -142,14 +151,16 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def start_all(folder: Path, names: Sequence[str], replicas: int) -> list[Worker]:
+def start_all(folder: Path, names: Sequence[str], replicas: int, numbers: str) -> list[Worker]:
     """Start ours, then the peers that can be installed here."""
-    workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, str(replicas))]
+    matmul, of_peers = NUMBERS[numbers]
+    mine = (str(replicas), matmul)
+    workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, *mine)]
     for name in names:
         environment = ENVIRONMENTS[name]
         try:
             python = python_of(environment)
-            words = (str(folder), *environment.words)
+            words = (str(folder), *environment.words, *([of_peers] if name == "vllm" else []))
             libraries = preloaded(environment)
             print(f"# {name} with {libraries or 'nothing'} preloaded", file=sys.stderr)
             made = Worker(name, python, environment.script, folder, *words[1:], preload=libraries)

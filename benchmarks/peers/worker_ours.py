@@ -1,7 +1,7 @@
 """Run our sampler in a process of its own, like its peers.
 
-argv[2]: most samplers, each on one CPU device; argv[3]: folder of JAX's compilation cache. In huge
-pages, as the package's own commands.
+argv[2]: most samplers, each on one CPU device; argv[3]: sampler.matmul; argv[4]: folder of JAX's
+compilation cache. In huge pages, as the package's own commands.
 """
 
 import sys
@@ -22,8 +22,9 @@ def load(folder: str) -> tuple[Generate, str]:
     """Make one sampler, or several behind a router; new ones for each concurrency."""
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     jax.config.update("jax_num_cpu_devices", count)
-    if len(sys.argv) > 3:
-        jax.config.update("jax_compilation_cache_dir", sys.argv[3])
+    matmul = sys.argv[3] if len(sys.argv) > 3 else "full"
+    if len(sys.argv) > 4:
+        jax.config.update("jax_compilation_cache_dir", sys.argv[4])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     import numpy as np
     from jax.sharding import Mesh
@@ -50,6 +51,7 @@ def load(folder: str) -> tuple[Generate, str]:
                 max_length=192,
                 max_new_tokens=160,
                 block=32,
+                matmul=matmul,
             )
             meshes = [
                 Mesh(np.array([d]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
