@@ -9,8 +9,8 @@
 
 `caller` is how long the trainer's thread is blocked while the step that makes the weights still
 runs (its time is `step`), median and least; `median`, `least`, `most` are from the moment the
-weights are ready until the last array is on the sampler's mesh, and `cpu` counts all threads
-meanwhile. The ways take turns.
+weights are ready until the last array is on the sampler's mesh, and those in `cpu_ms` count all
+threads meanwhile. The ways take turns.
 
     --remote                            to samplers in processes of their own (about 200 MB)
 
@@ -123,10 +123,9 @@ def timed(ways: dict[str, Way], params: Any, source: Any, repeats: int) -> dict[
             "mbytes": size / 1e6,
             "gbytes_per_s": size / wall.median / 1e9,
             **columns(wall, "ms", 1e3),
-            "cpu_ms": cpu_time.median * 1e3,
-            "least_cpu_ms": cpu_time.least * 1e3,
+            **columns(cpu_time, "cpu_ms", 1e3),
             "caller_ms": caller.median * 1e3,
-            "least_caller_ms": caller.least * 1e3,
+            "caller_least_ms": caller.least * 1e3,
             "step_ms": step_s.median * 1e3,
         }
     return rows

@@ -3,10 +3,10 @@
     trainer's sharding ──A: jitted cast and reshard──> same-index shards ──B: device_put──> sampler
 
 The reshard runs inside the larger of the two slices, so that B only moves whole shards between
-devices; if the sampler's slice is the larger one (`grows`), it runs after B. A plain device_put
-between different shardings would go through the host and wait for the step that makes the weights.
-CPU devices of one process have no links, and the host's memory is theirs (`reshards_on_host`): A
-then makes a private copy as the shards are, B is left out, and `finish` puts the sampler's shards
+devices; if the sampler's slice is the larger one, it runs after B. A plain device_put between
+different shardings would go through the host and wait for the step that makes the weights. CPU
+devices of one process have no links, and the host's memory is theirs (`reshards_on_host`): A then
+makes a private copy as the shards are, B is left out, and `finish` puts the sampler's shards
 together in host memory (weights.host_reshard) once the copy is there.
 
 A colocated sampler needs A alone: each device then has its shard. Weights that A would only copy
@@ -42,7 +42,6 @@ class Push:
     On the trainer's thread it never blocks on compute and never uses the host.
 
     Attributes:
-        grows: Whether the sampler's slice is the larger one.
         crosses: Whether weights move to other devices; False for a colocated sampler.
     """
 
@@ -75,14 +74,14 @@ class Push:
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
         here = {d for d in trainer if d.process_index == jax.process_index()}
         self.crosses = set(sampler) not in (set(trainer), here)
-        self.grows = len(sampler) > len(trainer)
+        grows = len(sampler) > len(trainer)
         self._across: Shardings | None = None  # of what `move` returns; None: what it was given
         self._plan: _Plan | None = None  # of `move`, made when it is first asked
         self._shards: Shardings = target  # of what `cast` returns
         self._reshard: Any = None  # what `finish` does
         if self.crosses:
             _check(trainer, sampler)
-        if self.grows:
+        if grows:
             bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
             self._shards, self._across = source, _on(bridge, source)
             self._reshard = jax.jit(lambda moved: moved, out_shardings=target)
@@ -91,7 +90,7 @@ class Push:
             self._shards, self._across = _on(bridge, target), target
         if on_host is None:
             on_host = reshards_on_host(trainer + sampler)
-        self._on_host = on_host and self.crosses and (self.grows or not _same(source, self._shards))
+        self._on_host = on_host and self.crosses and (grows or not _same(source, self._shards))
         if self._on_host:
             self._shards, self._across, self._reshard = source, None, HostReshard(target)
         self._cast = jax.jit(copied, out_shardings=self._shards)
