@@ -17,7 +17,7 @@ from jaxrl_async.model.spec import Params
 
 
 class Link(Protocol):
-    """What the channel uses of a transfer; it never waits for the devices."""
+    """What the channel uses of a transfer; `cast` and `move` never wait for the devices."""
 
     @property
     def crosses(self) -> bool:
@@ -37,7 +37,7 @@ class Link(Protocol):
         ...
 
     def finish(self, moved: Params) -> Params:
-        """Return what `move` returned in the sampler's shardings."""
+        """Return what `move` returned, which has arrived, in the sampler's shardings."""
         ...
 
 

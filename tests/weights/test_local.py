@@ -39,15 +39,17 @@ SLICES = {
 }
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("name", SLICES)
-def test_weights_arrive_whole_and_never_pass_the_host(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_weights_arrive_whole_and_the_trainers_thread_never_reads_them(
+    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does the sampler's, where shards are not put together in host memory."""
     slices = make_slices(SLICES[name])
     table = weight_table(SPEC)
     source = shardings(table, slices.trainer, TRAINER_RULES)
     target = shardings(table, slices.sampler, SAMPLER_RULES)
-    params, push = jax.device_put(PARAMS, source), Push(source, target)
+    params, push = jax.device_put(PARAMS, source), Push(source, target, on_host=on_host)
     gathers = 0
     value = ArrayImpl._value
 
@@ -58,8 +60,10 @@ def test_weights_arrive_whole_and_never_pass_the_host(
 
     with monkeypatch.context() as patch:
         patch.setattr(ArrayImpl, "_value", property(counted))
-        moved = jax.block_until_ready(push(params))
-    assert gathers == 0
+        begun = push.move(push.cast(params))
+        assert gathers == 0
+        moved = jax.block_until_ready(push.finish(begun))
+    assert on_host or gathers == 0
     jax.tree.map(np.testing.assert_array_equal, moved, PARAMS)
     for array, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(target), strict=True):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)

@@ -163,7 +163,6 @@ def test_a_push_to_a_larger_slice_is_finished_on_the_samplers_thread(monkeypatch
     )
     source = shardings(table, slices.trainer, TRAINER_RULES)
     push = Push(source, shardings(table, slices.sampler, SAMPLER_RULES))
-    assert push.grows
     params = jax.device_put({"w": jnp.arange(32.0).reshape(8, 4)}, source)
     finished_by = []
     finish = push.finish

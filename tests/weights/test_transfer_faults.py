@@ -25,7 +25,7 @@ TABLE = {
 }
 
 
-def pushed(trainer=None, sampler=None, dtype=None):
+def pushed(trainer=None, sampler=None, **options):
     """A Push, and weights on the trainer's side."""
     mesh = schema.MeshSection(
         trainer=AxesSection(**(trainer or {})), sampler=AxesSection(**(sampler or {}))
@@ -33,7 +33,7 @@ def pushed(trainer=None, sampler=None, dtype=None):
     slices = make_slices(mesh)
     source = shardings(TABLE, slices.trainer, TRAINER_RULES)
     params = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.full(4, 0.1)}
-    push = Push(source, shardings(TABLE, slices.sampler, SAMPLER_RULES), dtype=dtype)
+    push = Push(source, shardings(TABLE, slices.sampler, SAMPLER_RULES), **options)
     return push, jax.device_put(params, source)
 
 
@@ -88,23 +88,25 @@ def test_a_changed_bit_a_swapped_block_and_differing_copies_are_all_seen():
     assert Sums({"b": torn}).read() is None
 
 
-def tear(push, monkeypatch, times):
-    """The next `times` moves lose a part of what they move."""
-    move, left = push.move, [times]
+def tear(push, monkeypatch, times, step="move"):
+    """The next `times` moves (or what else is the step) lose a part of what they move."""
+    whole, left = getattr(push, step), [times]
 
     def torn(cast):
-        moved = move(cast)
+        moved = dict(whole(cast))
         if left[0]:
             left[0] -= 1
             moved["w"] = jax.device_put(moved["w"].at[5:].set(0), moved["w"].sharding)
         return moved
 
-    monkeypatch.setattr(push, "move", torn)
+    monkeypatch.setattr(push, step, torn)
 
 
-def test_a_torn_copy_is_not_used_and_sent_once_more(monkeypatch):
-    push, params = pushed({"fsdp": 2}, {"tensor": 2})
-    tear(push, monkeypatch, 1)
+@pytest.mark.parametrize("step", ["move", "finish"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_torn_copy_is_not_used_and_sent_once_more(monkeypatch, on_host, step):
+    push, params = pushed({"fsdp": 2}, {"tensor": 2}, on_host=on_host)
+    tear(push, monkeypatch, 1, step)
     channel, faults = channel_of(push)
     channel.publish(1, params)
     jax.tree.map(lambda x: x.delete(), params)  # the next step has donated them
