@@ -43,6 +43,7 @@ from jaxrl_async.model.lora import merged
 from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
+from jaxrl_async.run.ahead import Ahead
 from jaxrl_async.run.assemble import Claim
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
@@ -162,7 +163,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
             recorder.log(0, warmed)
         asked = lockstep.agreed_stop(stop)
         outlet = functools.partial(_report, recorder, console)
-        learn_job(config, OfflineRun(config, job, progress, checkpoints, outlet, asked), asked)
+        work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
+        closing.callback(work.close)
+        learn_job(config, work, asked)
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -347,6 +350,8 @@ class OfflineRun:
         self._frozen = Frozen(reference=progress.reference, base=job.base)
         self._rates = _rates(config)
         self._held_out = job.pack(job.split.held_out)
+        examples = progress.examples
+        self._batches = Ahead(lambda: job.pack(examples.take(job.batch_size)), examples.state)
 
     @property
     def made(self) -> int:
@@ -373,8 +378,7 @@ class OfflineRun:
 
     def _update(self) -> dict[str, float]:
         job, progress = self._job, self._progress
-        data = job.pack(progress.examples.take(job.batch_size))
-        data = job.complete(progress.state.params, self._frozen, data)
+        data = job.complete(progress.state.params, self._frozen, self._batches.take())
         progress.state, report = job.step.update(
             progress.state, data, self._frozen, at=progress.version
         )
@@ -394,6 +398,10 @@ class OfflineRun:
         report = {HELD_OUT[key]: value for key, value in measured.items() if key in HELD_OUT}
         return report | {"time/eval_s": time.perf_counter() - start}
 
+    def close(self) -> None:
+        """End the thread that makes batches ahead."""
+        self._batches.close()
+
     def save(self) -> None:
         """Write the train state and where the stream is."""
         config, progress = self._config, self._progress
@@ -404,7 +412,7 @@ class OfflineRun:
             "job": config.run.job,
             "version": progress.version,
             "config": dump(config),
-            "examples": progress.examples.state(),
+            "examples": self._batches.place,
         }
         self._checkpoints.save(progress.version, state=tree, loop=loop)
 

@@ -21,6 +21,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.spec import Params
+from jaxrl_async.run.ahead import Ahead
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
@@ -28,7 +29,7 @@ from jaxrl_async.run.outlets import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
-from jaxrl_async.trainer.pack import pack_pairs
+from jaxrl_async.trainer.pack import PackedBatch, pack_pairs
 from jaxrl_async.trainer.update import Update
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class WarmUpdates:
         self._config, self._step, self._pairs = config, step, pairs
         self._checkpoints, self._outlet = checkpoints, outlet
         self._state = step.init(params)
+        self._batches = Ahead(self._pack, pairs.state)
         self._made, self._loss = 0, float("nan")  # updates so far; loss of the last one
         self._elapsed_s = 0.0  # in updates, over all starts
 
@@ -74,9 +76,7 @@ class WarmUpdates:
     def step(self) -> Mapping[str, float]:
         """Make one update from the next pairs, and report it."""
         start = time.perf_counter()
-        examples = [next(self._pairs) for _ in range(self._config.warm_start.batch_size)]
-        batch = pack_pairs(examples, self._config.row_length, self._pairs.images)
-        self._state, report = self._step.update(self._state, batch, at=self._made)
+        self._state, report = self._step.update(self._state, self._batches.take(), at=self._made)
         self._made += 1
         self._loss = report["train/loss"]
         report.pop("train/flops")
@@ -86,13 +86,21 @@ class WarmUpdates:
         self._outlet(self._made, report)
         return report
 
+    def _pack(self) -> PackedBatch:
+        examples = [next(self._pairs) for _ in range(self._config.warm_start.batch_size)]
+        return pack_pairs(examples, self._config.row_length, self._pairs.images)
+
+    def close(self) -> None:
+        """End the thread that makes batches ahead."""
+        self._batches.close()
+
     def save(self) -> None:
         """Write the train state and the place in the pairs."""
         loop = {
             "job": self._config.run.job,
             "version": self._made,
             "config": dump(self._config),
-            "pairs": self._pairs.state(),
+            "pairs": self._batches.place,
             "loss": repr(self._loss),
             "elapsed_s": self._elapsed_s,
         }
@@ -163,6 +171,7 @@ def warm_start(
             Checkpoints(own.checkpoints, 1, verify=config.checkpoint.verify)
         )
         work = WarmUpdates(config, step, pairs, params, checkpoints, outlet)
+        open_.enter_context(closing(work))
         if resume and checkpoints.latest() is not None:
             work.restore()
         resume_step = work.made if resume else None

@@ -1,0 +1,54 @@
+"""Values made one ahead, of a stream with a place."""
+
+import threading
+
+import pytest
+
+from jaxrl_async.run.ahead import Ahead
+
+
+class Numbers:
+    """A stream that fails once, at 3."""
+
+    def __init__(self) -> None:
+        self.next, self.failed, self.threads = 0, False, set[str]()
+
+    def make(self) -> int:
+        self.threads.add(threading.current_thread().name)
+        if self.next == 3 and not self.failed:
+            self.failed = True
+            raise ValueError("three")
+        self.next += 1
+        return self.next - 1
+
+    def state(self) -> int:
+        return self.next
+
+
+def test_the_place_is_that_after_what_was_taken_however_much_was_made():
+    numbers = Numbers()
+    ahead = Ahead(numbers.make, numbers.state)
+    assert ahead.place == 0 and numbers.next == 0, "nothing is made before it is asked for"
+    numbers.next = 1  # restored
+    assert ahead.place == 1
+    assert [ahead.take(), ahead.place, ahead.take(), ahead.place] == [1, 2, 2, 3]
+    with pytest.raises(ValueError, match="three"):
+        ahead.take()
+    assert ahead.place == 3
+    ahead.close()
+    assert threading.current_thread().name not in numbers.threads and len(numbers.threads) == 1
+
+
+def test_the_next_value_is_made_before_it_is_asked_for():
+    made, wanted = threading.Event(), iter(range(10))
+
+    def make() -> int:
+        number = next(wanted)
+        if number == 1:
+            made.set()
+        return number
+
+    ahead = Ahead(make, lambda: None)
+    assert ahead.take() == 0
+    assert made.wait(60)
+    ahead.close()
