@@ -89,8 +89,9 @@ def recorded_spans(
                 tracks = file.add(taken, recorder.dropped)
             except OSError as error:
                 log.warning("the spans could not be written to %s: %s", path, error)
-            else:
-                otlp.send(tracks, process, run.name, time.time() - TRACE_CLOCK())
+                return
+        if tracks:  # a collector that does not answer keeps no other write waiting
+            otlp.send(tracks, process, run.name, time.time() - TRACE_CLOCK())
 
     def write_now_and_then() -> None:
         while not ended.wait(WRITE_EVERY_S):

@@ -65,7 +65,8 @@ class TraceFile:
         self._path, self._process, self._most = path, process, most_spans
         self._older = path.with_name(OLDER + path.name)
         self._lanes: dict[str, Lanes] = {}
-        self._numbers: dict[int | str, int] = {}  # of the tracks that the file names
+        self._numbers: dict[int | str, int] = {}  # of all tracks, the same in both files
+        self._named: set[int | str] = set()  # the tracks that the file names
         self._end = self._count = self._told = 0  # where its last line begins (0: no file), its
         # spans, and how many it says were dropped
         self._older_count = self._older_told = 0  # spans of the older file, and what it says
@@ -105,17 +106,21 @@ class TraceFile:
     def _write(
         self, tracks: Sequence[tuple[int | str, str, list[RecordedSpan]]], not_taken: int
     ) -> None:
+        if self._end and not self._path.exists():
+            self._lost += self._count  # somebody has removed it: another is begun
+            self._begin()
         if self._count >= self._most:
             self._begin_next()
-        pid, named, events = os.getpid(), dict(self._numbers), list[dict[str, Any]]()
+        pid, named, events = os.getpid(), set(self._named), list[dict[str, Any]]()
         if not self._end:
             events.append(_named("process_name", pid, 0, self._process))
         for key, name, spans in tracks:
+            number = self._numbers.setdefault(key, len(self._numbers) + 1)
             if key not in named:
-                named[key] = len(named) + 1
-                events.append(_named("thread_name", pid, named[key], name))
-            events += [_event(one, pid, named[key]) for one in spans]
-        lines = ",\n".join(json.dumps(event) for event in events).encode()
+                named.add(key)
+                events.append(_named("thread_name", pid, number, name))
+            events += [_event(one, pid, number) for one in spans]
+        lines = ",\n".join(json.dumps(event, default=str) for event in events).encode()
         told = self.dropped(not_taken) - self._older_told
         first = _first_line(told)
         if self._end:
@@ -132,15 +137,19 @@ class TraceFile:
             whole = first + b'"traceEvents": [\n' + lines + LAST_LINE
             self._path.write_bytes(whole)
             end = len(whole) - len(LAST_LINE)
-        self._end, self._numbers, self._told = end, named, told
+        self._end, self._named, self._told = end, named, told
 
     def _begin_next(self) -> None:
         """Put the file, which is full, in the place of the older one."""
         self._path.replace(self._older)
         self._lost += self._older_count
         self._older_count, self._older_told = self._count, self._told
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let the next write make a new file."""
         self._end = self._count = self._told = 0
-        self._numbers = {}
+        self._named = set()
 
 
 def in_order(spans: Iterable[RecordedSpan]) -> list[RecordedSpan]:

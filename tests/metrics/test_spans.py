@@ -5,6 +5,7 @@ import threading
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,3 +182,24 @@ def test_times_are_microseconds_and_the_clocks_are_told(tmp_path, monkeypatch):
     assert (one["ts"], one["dur"]) == (2_000_000, 500_000)
     told = json.loads((tmp_path / "trace.json").read_text())["otherData"]
     assert told["written_at"] == {"wall_clock_s": 1_234_567_890.5, "trace_clock_s": 7.0}
+
+
+def test_a_file_that_somebody_removes_is_begun_anew_and_its_spans_are_told(tmp_path):
+    path, recorder = tmp_path / "trace.json", SpanRecorder()
+    file = TraceFile(path, "test", most_spans=2)
+    for number in range(5):
+        if number == 2:  # it is full: the next write would have renamed it
+            path.unlink()
+        recorder.add(at(number, number + 1, name=f"{number}"))
+        file.add(recorder.take())
+    older = tmp_path / "older.trace.json"
+    assert [e["name"] for e in events_of(older) if e["ph"] == "X"] == ["2", "3"]
+    assert [e["name"] for e in events_of(path) if e["ph"] == "X"] == ["4"]
+    assert told_of(path) + told_of(older) == file.dropped(0) == 2
+
+
+def test_what_is_said_of_a_span_may_be_anything(tmp_path):
+    path, recorder = tmp_path / "trace.json", SpanRecorder()
+    recorder.add(RecordedSpan("x", 0.0, 1.0, "", {"step": np.int64(3), "file": tmp_path}))
+    TraceFile(path, "test").add(recorder.take())
+    assert events_of(path)[-1]["args"] == {"step": "3", "file": str(tmp_path)}

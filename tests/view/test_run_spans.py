@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
+from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder, ThreadSpans
 from jaxrl_async.metrics.spans import recorded_spans
 from jaxrl_async.metrics.trace_file import TraceFile
 from jaxrl_async.trainer.beside import EvaluationBeside
@@ -231,3 +231,15 @@ def test_thinning_covers_the_same_time_and_loses_no_span(given_spans, column_s):
     for start, end, kind, _ in drawn:
         held = [(length, k) for s, length, k in spans if s >= start and s + length <= end]
         assert (max(held)[0], kind) in held, "it has the kind of the longest"
+
+
+def test_a_thread_is_one_lane_whichever_thread_a_second_file_names_first(tmp_path):
+    numbers = iter(range(2))
+    first, second = (ThreadSpans(threading.Thread(name=n), next(numbers), 9) for n in "ab")
+    file = TraceFile(tmp_path / "trace.json", "p", most_spans=1)
+    file.add([(first, [RecordedSpan("x", 0.0, 1.0, "", {})])])
+    file.add([(second, [RecordedSpan("x", 0.0, 1.0, "", {})])])
+    file.add([(second, [RecordedSpan("x", 1.0, 2.0, "", {})])])
+    found = read_spans(tmp_path)
+    assert [(lane.name, len(lane.starts)) for lane in found.lanes] == [("b", 2)]
+    assert found.dropped == 1
