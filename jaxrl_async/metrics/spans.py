@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_async.metrics import otlp
 from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
-from jaxrl_async.metrics.trace_file import TRACE_CLOCK, TraceFile
+from jaxrl_async.metrics.trace_file import TRACE_CLOCK, TraceFile, Tracks
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ def recorded_spans(
     recorder, file = SpanRecorder(), TraceFile(path, process)
     run = path.parent if path.name.startswith("trace.") else path.parent.parent
     ended, writing = threading.Event(), threading.Lock()
+    unsent: Tracks = []  # of a collector
 
     def write() -> None:
         with writing:
@@ -89,13 +90,20 @@ def recorded_spans(
                 tracks = file.add(taken, recorder.dropped)
             except OSError as error:
                 log.warning("the spans could not be written to %s: %s", path, error)
-                return
-        if tracks:  # a collector that does not answer keeps no other write waiting
+            else:
+                unsent.extend(tracks if otlp.address() else ())
+
+    def send() -> None:  # a collector that does not answer keeps no write waiting
+        with writing:
+            tracks = unsent.copy()
+            unsent.clear()
+        if tracks:
             otlp.send(tracks, process, run.name, time.time() - TRACE_CLOCK())
 
     def write_now_and_then() -> None:
         while not ended.wait(WRITE_EVERY_S):
             write()
+            send()
 
     thread = threading.Thread(target=write_now_and_then, name="spans", daemon=True)
     _recorder, _write = recorder, write
@@ -107,6 +115,7 @@ def recorded_spans(
         ended.set()
         thread.join()
         write()
+        send()
         if dropped := file.dropped(recorder.dropped):
             log.warning("%s: no room for the oldest %d spans", path, dropped)
         if file.is_there:
