@@ -29,8 +29,9 @@ from jaxrl_async.run.outlets import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
-from jaxrl_async.trainer.pack import PackedBatch, pack_pairs
+from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.update import Update
+from jaxrl_async.types import PackedBatch
 
 log = logging.getLogger(__name__)
 
