@@ -190,7 +190,7 @@ def channel():
 @pytest.mark.parametrize("mode", ["continue", "recompute", "drain", "restart"])
 def test_weights_that_come_in_mid_request(server, make, params, channel, folder, mode):
     """Each token has the version of the weights that drew it, whatever becomes of the request."""
-    server.token_s = 0.05  # one second in all: the weights come in within it, beside other tests, too
+    server.token_s = 0.05  # a second in all, so that the weights come in within it
     sampler = make(on_new_weights=mode, weights=channel.subscribe())
     (running,) = sampler.start_many([request(max_new_tokens=20)])
     until(lambda: server.at_once)
