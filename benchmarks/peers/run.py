@@ -137,8 +137,7 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
         ]
         for name in names:
             there = ENVIRONMENTS[name]
-            words = (folder, *there.words, *(["float32"] if name == "vllm" else []))
-            engines.append((name, str(python_of(there)), there.script, words))
+            engines.append((name, str(python_of(there)), there.script, (folder, *there.words)))
         for name, python, script, words in engines:
             start = time.perf_counter()
             worker = Worker(name, Path(python), script, Path(words[0]), *words[1:])

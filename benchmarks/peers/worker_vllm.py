@@ -2,7 +2,8 @@
 
 Set up as its users do: compiled (40 % faster than eager here, but slower to start), KV space for
 the whole workload, its own continuous batching, no prefix cache; as many sequences at once as the
-workload says, and each drawn token's log-prob, both as ours. argv[2]: the number type.
+workload says, and each drawn token's log-prob, both as ours. argv[2]: the number type; default:
+float32.
 """
 
 import os
@@ -23,7 +24,7 @@ def load(folder: str) -> tuple[Generate, str]:
     llm = vllm.LLM(
         model=folder,
         skip_tokenizer_init=True,
-        dtype=sys.argv[2],
+        dtype=sys.argv[2] if len(sys.argv) > 2 else "float32",
         max_model_len=192,
         max_num_seqs=256,
         max_num_batched_tokens=8192,

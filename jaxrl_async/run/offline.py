@@ -43,7 +43,6 @@ from jaxrl_async.model.lora import merged
 from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
-from jaxrl_async.run.ahead import Ahead
 from jaxrl_async.run.assemble import Claim
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
@@ -65,6 +64,7 @@ from jaxrl_async.run.checkpoint.store import (
 )
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
+from jaxrl_async.run.next_examples import Ahead
 from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.rates import measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted

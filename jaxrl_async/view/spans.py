@@ -271,15 +271,15 @@ def lane_of(process: str, name: str, tracks: Sequence[Track], begin_s: float) ->
     starts = np.concatenate([t.starts for t in tracks])
     ends = np.concatenate([t.ends for t in tracks])
     order = np.lexsort((-ends, starts))
-    depths = np.concatenate([t.depths() for t in tracks])
+    nests = len(tracks) == 1
     return Lane(
         process=process,
         name=name,
         starts=starts[order] - begin_s,
         ends=ends[order] - begin_s,
         kinds=np.concatenate([t.kinds for t in tracks])[order],
-        depths=np.zeros_like(depths) if len(tracks) > 1 else depths[order],
-        nests=len(tracks) == 1,
+        depths=np.array(tracks[0].depths())[order] if nests else np.zeros(len(order), np.int64),
+        nests=nests,
     )
 
 
