@@ -113,6 +113,10 @@ class ReplicaStats(Protocol):
         """Return one reading for this replica and the others that work beside it."""
         ...
 
+    def with_waiting(self, count: int) -> Self:
+        """Return these statistics with so many more requests that wait for a place."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
@@ -162,12 +166,6 @@ class Replica(Protocol):
     def blamed(self) -> frozenset[str]:
         """Ids of the requests that were on its device, or may have been, when it ended with
         `error`."""
-        ...
-
-    @property
-    def unsent(self) -> "Sequence[ThreadFuture[Completion]]":
-        """Futures of the requests that it has not begun and can give to another replica, oldest
-        first; cancelling one takes it back."""
         ...
 
     def start(self) -> None:

@@ -80,7 +80,6 @@ class ForeignSampler(Living):
     has_logprobs: bool = False  # see ports.Replica
     replaceable: bool = True
     departure: None = None
-    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,

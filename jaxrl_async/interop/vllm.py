@@ -80,7 +80,6 @@ class VllmSampler(Living):
     has_logprobs: bool = True  # see ports.Replica
     replaceable: bool = True
     departure: None = None
-    unsent: tuple[Future[Completion], ...] = ()
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The simulated samplers: who is at work, who has which requests, who draws from which weights.
 
-    deal ──> [ sampler: queue > places > blocks of K steps ] ... ──> finished answers
+    queue ──> [ sampler: queue > places > blocks of K steps ] ... ──> finished answers
                   ^ swap, between two blocks             └── leaves: its requests go to others
                   └── sent by the trainer, or along a WeightTree
 
@@ -8,6 +8,7 @@ Without a tree all samplers are threads of the run and stay: a version is sent t
 the trainer waits with the next until it is taken. With one they may come and go (Turnover).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,6 @@ from jaxrl_async.plan.pipeline import Pipeline, Turnover
 from jaxrl_async.plan.simulated_sampler import (
     BEGUN,
     DRAWN,
-    GROUP,
     BlockTimes,
     Doubles,
     Longs,
@@ -30,9 +30,8 @@ from jaxrl_async.plan.simulated_transfers import SimulatedTransfers
 from jaxrl_async.plan.simulated_turnover import SimulatedTurnover, check_wait
 from jaxrl_async.plan.timeline import Timeline
 from jaxrl_async.plan.weight_tree import Sending, WeightTree
+from jaxrl_async.sampler.router.dealing import Candidate
 
-WIRE_PLACES = 3
-"""Requests that a sampler is sent, as a multiple of its places (sampler/remote/outstanding.py)."""
 NOBODY = 2**62
 """Load of a sampler to which nothing can be dealt."""
 
@@ -85,7 +84,7 @@ class SimulatedFleet:
         self._published_at: dict[int, float] = {}  # of versions not live in all
         self._joining: set[int] = set()  # fetch their first weights
         self._moving: list[Longs] = []  # requests between two samplers
-        self._homeless: list[Longs] = []  # of those, that nobody can take
+        self._queue: deque[Longs] = deque()  # until a sampler has room, those of a group together
         self._empty_since = 0.0  # meaningful while no sampler is at work
         self._times = BlockTimes(pipeline)
         if pipeline.tree is not None:
@@ -104,24 +103,39 @@ class SimulatedFleet:
     # ---- requests
 
     def submit(self, group: int, lengths: Doubles) -> None:
-        """Deal a group's answers."""
-        self._deal(fresh_sequences(group, lengths))
+        """Deal a group's answers to the least loaded sampler, once there is room
+        (router/dealing.py)."""
+        self._queue.append(fresh_sequences(group, lengths))
+        self._fill_all()
+
+    def _fill_all(self) -> None:
+        """Deal what waits while any sampler has room."""
+        while self._queue and self._wants_more(index := int(self.loads.argmin())):
+            self._deal(index, self._queue.popleft())
+
+    def _wants_more(self, index: int) -> bool:
+        side, load = self._p.samplers, int(self.loads[index])
+        return Candidate(in_flight=load, places=side.slots + side.reserve).wants_more
 
     def _deal_again(self, groups: Sequence[Longs]) -> None:
-        """Deal what a sampler that has gone leaves behind, in the order of asking."""
+        """Deal what a sampler that has gone leaves behind, in the order of asking: what has begun
+        at once, room or not, and the rest before or behind all that waits."""
         first = self._turnover.again_first
         for columns in reversed(groups) if first else groups:
-            self._deal(columns, first=first)
+            index = int(self.loads.argmin())
+            if columns[BEGUN].any() and self.loads[index] < NOBODY:
+                self._deal(index, columns, first=first)
+            elif first:
+                self._queue.appendleft(columns)
+            else:
+                self._queue.append(columns)
+        self._fill_all()
 
-    def _deal(self, columns: Longs, *, first: bool = False) -> None:
-        """Deal answers of one group to the least loaded sampler (router/dealing.choose).
+    def _deal(self, index: int, columns: Longs, *, first: bool = False) -> None:
+        """Deal answers of one group to a sampler.
 
         first: they overtake those that wait there.
         """
-        index = int(self.loads.argmin())
-        if self.loads[index] >= NOBODY:
-            self._homeless.append(columns)
-            return
         sampler = self.at_work.get(index) or self.unnoticed[index]
         if first:
             sampler.queue.appendleft(columns)
@@ -136,7 +150,7 @@ class SimulatedFleet:
     def left_tokens(self) -> int:
         """Tokens drawn of unfinished answers."""
         holders = [*self.at_work.values(), *self.unnoticed.values()]
-        waiting = drawn_of(self._moving) + drawn_of(self._homeless)
+        waiting = drawn_of(self._moving) + drawn_of(self._queue)
         return waiting + sum(s.drawn_tokens for s in holders)
 
     def reading(self) -> FleetTotals:
@@ -251,6 +265,8 @@ class SimulatedFleet:
         done = sampler.drew(drawn)
         self.loads[sampler.number] -= len(done)
         self._round(sampler)
+        while self._queue and self._wants_more(sampler.number):
+            self._deal(sampler.number, self._queue.popleft())
         self._tell.on_finished(done)
 
     # ---- samplers that come and go
@@ -277,20 +293,8 @@ class SimulatedFleet:
         )
         self.totals.joins += 1
         self.loads[number] = 0
-        waiting, self._homeless = self._homeless + self._take_back(), []
-        for columns in sorted(waiting, key=lambda columns: int(columns[GROUP, 0])):
-            self._deal(columns)
+        self._fill_all()
         self._raise_live()
-
-    def _take_back(self) -> list[Longs]:
-        """Take the requests back that no sampler was sent yet (Router.join)."""
-        side = self._p.samplers
-        room, taken = WIRE_PLACES * (side.slots + side.reserve), list[Longs]()
-        for sampler in self.at_work.values():
-            unsent = sampler.unsent(room)
-            self.loads[sampler.number] -= sum(columns.shape[1] for columns in unsent)
-            taken += unsent
-        return taken
 
     def _go(self, notice: bool) -> bool:
         """Take one of the samplers at work away, chosen at random; False: there is none.

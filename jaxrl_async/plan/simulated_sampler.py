@@ -61,16 +61,6 @@ class SimulatedSampler:
                 self.queue.popleft()
             self.held, free = end, free - new.shape[1]
 
-    def unsent(self, room: int) -> list[Longs]:
-        """Remove and return the waiting answers that come after the first `room` of all."""
-        room -= self.held
-        sent, unsent = deque[Longs](), list[Longs]()
-        for columns in self.queue:
-            (sent if room > 0 else unsent).append(columns)
-            room -= columns.shape[1]
-        self.queue = sent
-        return unsent
-
     def decodable(self) -> Longs:
         """Return [n] tokens left of the sequences that are prefilled, the oldest first."""
         ready = int(np.searchsorted(self.seqs[MARK, : self.held], self.prefilled, "right"))

@@ -77,7 +77,6 @@ class Sampler(Living):
     has_logprobs: bool = True  # see ports.Replica
     replaceable: bool = True
     departure: None = None
-    unsent: tuple[Future[Completion], ...] = ()  # all are given to its thread at once
 
     def __init__(
         self,

@@ -115,6 +115,10 @@ class SamplerStats:
         """Return one reading for this sampler and the others that work beside it."""
         return _merged([self, *others], lambda kind: kind.over_replicas) if others else self
 
+    def with_waiting(self, count: int) -> Self:
+        """Return these statistics with so many more requests that wait for a slot."""
+        return replace(self, waiting=self.waiting + count) if count else self
+
 
 def _merged(stats: Sequence[SamplerStats], merge_of: Callable[[Kind], Merge]) -> SamplerStats:
     """Merge readings field by field, as the kind of each field says."""

@@ -24,7 +24,6 @@ class ScriptedReplica:
         partials: The result of progress().
         replaceable: False: as if in a process of its own.
         departure: Set by leave().
-        unsent: As the test sets it.
     """
 
     has_logprobs = True
@@ -34,7 +33,6 @@ class ScriptedReplica:
     def __init__(self, name: str = "replica", *, replaceable: bool = True) -> None:
         self.name, self.replaceable = name, replaceable
         self.departure: Departure | None = None
-        self.unsent: tuple[Future[Completion], ...] = ()
         self.held: list[tuple[Request | Partial, Future[Completion]]] = []
         self.blocks = self.starts = 0
         self.abandoned = False

@@ -99,7 +99,7 @@ def unfinished(run):
     fleet = run.fleet
     holders = [*fleet.at_work.values(), *fleet.unnoticed.values()]
     parts = [s.seqs[:, : s.held] for s in holders] + [c for s in holders for c in s.queue]
-    parts += [*fleet._moving, *fleet._homeless]
+    parts += [*fleet._moving, *fleet._queue]
     groups = Counter(n for part in parts for n in part[GROUP].tolist())
     return groups, [n for part in parts for n in (part[LEFT] + part[DRAWN]).tolist()]
 
@@ -151,7 +151,7 @@ GOLDEN = Pipeline(
         ({}, 35.96957142857142, 7417, 1.1873649210307564, 0.4239355105415461),
         (
             {"lookahead": 0, "when_too_old": "drop"},
-            36.70185714285714, 15988, 1.4868129998298452, 0.7647433669331479,
+            38.19877142857139, 16141, 1.5214443125953552, 0.7214131607335491,
         ),
         (
             {"max_staleness": 0, "lookahead": 0, "scorers": None},
@@ -162,7 +162,8 @@ GOLDEN = Pipeline(
 def test_threads_are_simulated_as_before_samplers_came_and_went(
     change, wall_s, drawn, staleness, occupancy
 ):
-    """Numbers of the simulation that knew no turnover, compared with runs in docs/plans.md."""
+    """Numbers of the simulation that knew no turnover, compared with runs in docs/plans.md; in the
+    second row some requests wait until a sampler has room, which that one did not know either."""
     told = simulate(replace(GOLDEN, **change), updates=30, warm_up=5, seed=3)
     assert (told.wall_s, told.staleness_mean) == pytest.approx((wall_s, staleness), rel=1e-12)
     assert (told.drawn_tokens, told.slot_occupancy) == pytest.approx((drawn, occupancy), rel=1e-12)
@@ -318,8 +319,8 @@ def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
     assert killed.wall_s > told.wall_s
 
 
-def test_a_sampler_that_joins_takes_over_what_no_other_was_sent():
-    """Of 60 answers 2 samplers of one place were sent 3 each; the third gets its share of 54."""
+def test_a_sampler_that_joins_takes_what_no_other_had_room_for():
+    """Of 60 answers 2 samplers of one place have 2 each; the third gets the next 2."""
     side = replace(FLEET.samplers, count=2, slots=1, rows=(1,))
     join = Turnover(changes=(FleetChange(at_s=0.05, joins=1),))
     pipeline = replace(FLEET, samplers=side, group_size=1, groups_per_step=20, turnover=join)
@@ -327,9 +328,9 @@ def test_a_sampler_that_joins_takes_over_what_no_other_was_sent():
     while not run.fleet.totals.joins:
         run.time.now, act, given = run.time.next()
         act(*given)
-    waiting = {n: [int(c[GROUP, 0]) for c in s.queue] for n, s in run.fleet.at_work.items()}
-    assert sorted(run.fleet.loads.tolist()) == [20, 20, 20] and len(waiting[2]) == 20
-    assert waiting[2] == sorted(waiting[2]) and waiting[2][0] == 6, "in the order of asking"
+    assert run.fleet.loads.tolist() == [2, 2, 2]
+    has = [int(c[GROUP, 0]) for c in run.fleet.at_work[2].queue]
+    assert has == [4, 5] and [int(c[GROUP, 0]) for c in run.fleet._queue] == [*range(6, 60)]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -343,15 +344,9 @@ def test_requests_of_a_sampler_that_has_left_may_overtake(first):
         act(*given)
     (stays,) = run.fleet.at_work.values()
     begun = [n for n, columns in enumerate(stays.queue) if columns[BEGUN].any()]
-    assert len(begun) == 2
-    assert begun == [0, 1] if first else begun[0] > 20
-
-
-def test_the_simulation_sends_a_sampler_as_much_as_the_run():
-    from jaxrl_async.plan.simulated_fleet import WIRE_PLACES
-    from jaxrl_async.sampler.remote import outstanding
-
-    assert outstanding.WIRE_PLACES == WIRE_PLACES
+    assert begun == ([0, 1] if first else [1, 2]), "at once, whatever else waits"
+    numbers = [int(columns[GROUP, 0]) for columns in run.fleet._queue]
+    assert (numbers[0] < 8) is first, "those that had not begun, before or behind the others"
 
 
 def test_a_run_waits_for_a_sampler_and_goes_on_when_one_comes():

@@ -103,11 +103,6 @@ class OutstandingRequests:
             self._all |= {out.wire_id: out for out in new}
         return new
 
-    def unsent(self) -> list[Outstanding]:
-        """Return the requests that the sampler was not sent, oldest first."""
-        with self._lock:
-            return self._unsent.by_arrival()
-
     def by_wire_id(self) -> dict[str, Outstanding]:
         """Return all requests as of now, in the order of sending."""
         with self._lock:

@@ -118,11 +118,6 @@ class RemoteReplica:
         return self._outstanding.departure
 
     @property
-    def unsent(self) -> list[Future[Completion]]:
-        """See ports.Replica: those beyond what the sampler is sent at a time."""
-        return [out.future for out in self._outstanding.unsent()]
-
-    @property
     def seed(self) -> int | None:
         """See ports.Generate."""
         return self._check.room.seed

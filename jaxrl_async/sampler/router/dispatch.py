@@ -1,22 +1,26 @@
 """Requests to replicas and answers to callers: each caller gets exactly one answer.
 
-submit ──Dealer──> [ seat: replica ] ──Completion──> checked ──> the caller's future
-           ^              │ taken out, or a log-prob that is not finite
-           └── waiting <──┘
+submit ──> queue ──room──> [ seat: replica ] ──Completion──> checked ──> the caller's future
+             ^                    │ taken out, or a log-prob that is not finite
+             └────── waiting <────┘
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.router.dealing import Dealer
+from jaxrl_async.sampler.router.dealing import Dealer, suspects_seat
 from jaxrl_async.sampler.router.fleet import Fleet, Seat
 from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.types import Completion
+
+Refused = list[tuple[RouterJob, Exception]]
+"""Jobs that no replica will serve, and why."""
 
 
 class Dispatcher:
@@ -25,43 +29,63 @@ class Dispatcher:
     def __init__(self, fleet: Fleet, dealer: Dealer, lifetime: Lifetime) -> None:
         """lifetime: the router's; its thread is woken when a replica needs to be looked after."""
         self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
+        self._filling = False
 
     def submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
-        """Deal new jobs: all of them, or none if it raises.
+        """Take new jobs in: all of them, or none if it raises; deal what there is room for.
+
+        together: Deal all of them now, to one replica.
 
         Raises Closed, and the error that ended the router.
         """
-        with self._fleet.lock:
+        fleet = self._fleet
+        with fleet.lock:
             self._lifetime.check_open("the samplers are closed")
+            now = fleet.clock()
+            for job in jobs:
+                job.asked_at = job.dealt_at = now
+            patient = [not together and self._may_wait(job) for job in jobs]
             try:
-                self._deal(jobs, together=together)
+                self._deal(
+                    [j for j, waits in zip(jobs, patient, strict=True) if not waits], together
+                )
+                fleet.queue.add(j for j, waits in zip(jobs, patient, strict=True) if waits)
             except BaseException:
                 for job in jobs:
                     self.withdraw(job)
                 raise
+            refused = self._fill(fleet.seats)
+        _settle(refused)
 
     def deal_waiting(self) -> None:
         """Deal the jobs that no replica has, the most urgent first and equal ones in the order of
         asking: what a replica has handed back overtakes what was asked for later."""
         fleet = self._fleet
         with fleet.lock:
-            jobs, fleet.waiting = (
-                sorted(fleet.waiting, key=lambda j: (j.request.priority, j.order)),
-                [],
-            )
-            try:
-                self._deal(jobs)
-            except BaseException:
-                fleet.waiting += [
-                    job for job in jobs if job.inner is None and job not in fleet.waiting
-                ]
-                raise
+            if fleet.waiting:
+                jobs, fleet.waiting = (
+                    sorted(fleet.waiting, key=lambda j: (j.request.priority, j.order)),
+                    [],
+                )
+                fleet.queue.put_back([job for job in jobs if self._may_wait(job)])
+                jobs = [job for job in jobs if job not in fleet.queue]
+                try:
+                    self._deal(jobs)
+                except BaseException:
+                    fleet.waiting += [
+                        job for job in jobs if job.inner is None and job not in fleet.waiting
+                    ]
+                    raise
+            refused = self._fill(fleet.seats)
+        _settle(refused)
 
     def withdraw(self, job: RouterJob) -> None:
         """Drop a job whose caller no longer waits."""
         with self._fleet.lock:
             if job in self._fleet.waiting:
                 self._fleet.waiting.remove(job)
+            if job in self._fleet.queue:
+                self._fleet.queue.remove(job)
             if job.inner is not None:
                 job.inner.cancel()
 
@@ -74,11 +98,57 @@ class Dispatcher:
         for job in jobs:
             job.settle(error)
 
-    def _deal(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
-        """Give each job to a replica at work; it waits if none can take it.
+    def _may_wait(self, job: RouterJob) -> bool:
+        def at_work(number: int) -> bool:
+            seat = self._fleet.seat(number)
+            return seat is not None and seat.at_work
+
+        return self._dealer.may_wait(job, at_work)
+
+    def _fill(self, seats: Sequence[Seat]) -> Refused:
+        """Deal jobs of the queue to those of these seats that are at work and have room; return
+        those that a healthy replica refuses."""
+        fleet, refused = self._fleet, list[tuple[RouterJob, Exception]]()
+        if self._filling or self._lifetime.closed:  # filling: a job was answered while it was dealt
+            return refused
+        self._filling = True
+        try:
+            while fleet.queue:
+                candidates = [seat.candidate for seat in seats if seat.at_work]
+                shares = self._dealer.fill(fleet.queue, candidates, self._kept_seat())
+                if not shares:
+                    break
+                for number, share in shares.items():
+                    refused += self._offer(number, share)
+        finally:
+            self._filling = False
+        return refused
+
+    def _offer(self, number: int, share: Sequence[RouterJob]) -> Refused:
+        """Hand jobs over to the replica in a seat; return those that it refuses."""
+        try:
+            self._give(number, share)
+        except Exception as error:
+            if len(share) == 1:
+                return [(share[0], error)]
+            return [refused for job in share for refused in self._offer(number, [job])]
+        return []
+
+    def _kept_seat(self) -> int | None:
+        """Return the seat that is kept for suspects now, if there are any."""
+        fleet = self._fleet
+        wait = any(job.suspect for job in fleet.waiting)
+        if not wait and not any(seat.had_suspects for seat in fleet.seats):
+            return None
+        return suspects_seat([seat.candidate for seat in fleet.seats if seat.at_work], wait)
+
+    def _deal(self, jobs: Sequence[RouterJob], together: bool = False) -> None:
+        """Give each job to a replica at work, room or not; it waits if none can take it.
 
         Raises whatever a healthy replica raises.
         """
+        if not jobs:
+            return
         fleet = self._fleet
         deal = self._dealer.deal(
             jobs,
@@ -88,13 +158,20 @@ class Dispatcher:
         )
         fleet.waiting += deal.waiting
         for number in sorted(deal.shares):
-            seat, share = fleet.seat(number), deal.shares[number]
-            if seat is None:  # recorded, and gone
-                fleet.waiting += share
-                continue
-            if not fleet.hand_over(seat, share):
-                self._lifetime.wake.set()
-                continue
+            self._give(number, deal.shares[number])
+
+    def _give(self, number: int, share: Sequence[RouterJob]) -> None:
+        """Hand jobs over to the replica in a seat; they wait if it is gone, or has just died.
+
+        Raises whatever a healthy replica raises.
+        """
+        fleet = self._fleet
+        seat = fleet.seat(number)
+        if seat is None:  # recorded, and gone
+            fleet.waiting += share
+        elif not fleet.hand_over(seat, share):
+            self._lifetime.wake.set()
+        else:
             for job in share:
                 assert job.inner is not None
                 job.inner.add_done_callback(partial(self._answered, seat, job))
@@ -113,11 +190,13 @@ class Dispatcher:
             job.inner = None
             if not seat.jobs and any(waits.suspect for waits in fleet.waiting):
                 self._lifetime.wake.set()  # the seat is free for it
-            if inner.cancelled():
-                return
-            result = self._checked(seat, job, inner.result()) if error is None else error
+            result: Completion | BaseException | None = error
+            if error is None and not inner.cancelled():
+                result = self._checked(seat, job, inner.result())
+            refused = self._fill([seat]) if fleet.queue else []
         if result is not None:
             job.settle(result)
+        _settle(refused)
 
     def _checked(
         self, seat: Seat, job: RouterJob, completion: Completion
@@ -126,7 +205,7 @@ class Dispatcher:
         drawn again elsewhere), and an error the second time."""
         if not seat.replica.has_logprobs or np.isfinite(completion.logprobs).all():
             self._fleet.draws_well(seat)
-            return completion
+            return _since_asked(completion, job)
         self._fleet.draws_nonfinite(seat)
         if job.avoid is None:
             job.avoid = seat.number
@@ -138,3 +217,22 @@ class Dispatcher:
             "twice. The weights are likely to have diverged: look at train/grad_norm, or lower "
             "algorithm.learning_rate."
         )
+
+
+def _since_asked(completion: Completion, job: RouterJob) -> Completion:
+    """Count what the job waited here in the completion's times."""
+    waited_s = job.dealt_at - job.asked_at
+    if waited_s <= 0.0:
+        return completion
+    return replace(
+        completion,
+        queued_s=completion.queued_s + waited_s,
+        first_token_s=completion.first_token_s + waited_s,
+        latency_s=completion.latency_s + waited_s,
+    )
+
+
+def _settle(refused: Refused) -> None:
+    """Give the callers of refused jobs the errors."""
+    for job, error in refused:
+        job.settle(error)

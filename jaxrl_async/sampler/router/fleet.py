@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.ports import Clock, Replica, ReplicaStats
+from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.router.dealing import Candidate
 from jaxrl_async.sampler.router.job import RouterJob, refusal
 from jaxrl_async.sampler.router.supervise import (
@@ -102,7 +103,7 @@ class Fleet:
             wait_s: Longest time without any replica, seconds; None: none will join.
         """
         assert replicas or wait_s is not None, "at least one sampler, or wait for one"
-        self.limits, self._count, self._clock, self._wait_s = limits, count, clock, wait_s
+        self.limits, self._count, self.clock, self._wait_s = limits, count, clock, wait_s
         self.lock = threading.RLock()
         self.seats: tuple[Seat, ...] = ()  # replaced whole, so that any thread may read it
         self._by_number: dict[int, Seat] = {}
@@ -110,7 +111,8 @@ class Fleet:
             self._seat(number, replica)
         self._next_number = len(replicas)
         self._totals = RouterTotals()
-        self.waiting: list[RouterJob] = []  # no replica has them now
+        self.queue: WaitingQueue[RouterJob] = WaitingQueue()  # until any replica has room
+        self.waiting: list[RouterJob] = []  # all others that no replica has now
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
         self._empty_at: float | None = None  # since when there has been no replica
         self._said = 0  # how often a message said so
@@ -123,21 +125,28 @@ class Fleet:
     @property
     def num_jobs(self) -> int:
         """Number of requests that are not answered."""
-        return len(self.waiting) + sum(len(seat.jobs) for seat in self.seats)
+        return self.num_waiting + sum(len(seat.jobs) for seat in self.seats)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that no replica has."""
+        return len(self.waiting) + len(self.queue)
 
     @property
     def jobs(self) -> list[RouterJob]:
         """All requests that are not answered; read it under the lock."""
-        return [*self.waiting, *(job for seat in self.seats for job in seat.jobs)]
+        dealt = (job for seat in self.seats for job in seat.jobs)
+        return [*self.waiting, *self.queue, *dealt]
 
     def seat(self, number: int) -> Seat | None:
         """Return the seat of this number; None: it was removed."""
         return self._by_number.get(number)
 
     def stats(self) -> ReplicaStats:
-        """Return one reading of all replicas, including those that were replaced, or are gone."""
+        """Return one reading of all replicas, including those that were replaced, or are gone, and
+        of the requests that wait for one."""
         with self.lock:
-            return self._totals.read(self._readings())
+            return self._totals.read(self._readings()).with_waiting(self.num_waiting)
 
     def join(self, replica: Replica) -> int:
         """Give a replica a seat of its own; return the seat's number."""
@@ -145,33 +154,19 @@ class Fleet:
             self._totals.change(self._readings())
             number, self._next_number = self._next_number, self._next_number + 1
             self._seat(number, replica)
-            waiting = len(self.waiting)
+            waiting = self.num_waiting
         self._count("samplers_joined", 1)
         log.info("sampler %d has joined: %s; %d requests wait", number, replica, waiting)
         return number
 
     def _seat(self, number: int, replica: Replica) -> None:
-        now = self._clock()
+        now = self.clock()
         seat = Seat(number=number, replica=replica, up_at=now, moved_at=now)
         self._by_number[number] = seat
         self.seats = (*self.seats, seat)
 
     def _readings(self) -> dict[int, ReplicaStats]:
         return {seat.number: seat.stats for seat in self.seats}
-
-    def take_back(self) -> None:
-        """Let the requests wait again that no replica has begun: one that has just joined will get
-        its share, and those of one that has gone overtake them. Those under way stay where they
-        are."""
-        with self.lock:
-            for seat in self.seats:
-                unsent = frozenset(seat.replica.unsent) if seat.at_work else frozenset()
-                for job in [job for job in seat.jobs if job.inner in unsent]:
-                    inner, job.inner = job.inner, None
-                    del seat.jobs[job]
-                    self.waiting.append(job)
-                    if inner is not None:
-                        inner.cancel()
 
     def hand_over(self, seat: Seat, jobs: Sequence[RouterJob]) -> bool:
         """Give jobs to the replica in this seat; False: it has just died, and they wait.
@@ -185,11 +180,12 @@ class Fleet:
                 raise
             self.waiting += jobs
             return False
+        now = self.clock()
         if not seat.jobs:
-            seat.moved_at = self._clock()
+            seat.moved_at = now
         seat.had_suspects |= any(job.suspect for job in jobs)
         for job, inner in zip(jobs, inners, strict=True):
-            job.inner = inner
+            job.inner, job.dealt_at = inner, now
             seat.jobs[job] = None
         return True
 
@@ -205,6 +201,7 @@ class Fleet:
     def drain(self) -> list[RouterJob]:
         """Remove and return all unanswered requests: no replica will answer them."""
         jobs, self.waiting = self.jobs, []
+        self.queue.clear()
         for seat in self.seats:
             seat.jobs.clear()
         for job in jobs:
@@ -233,7 +230,7 @@ class Fleet:
     def watch_vacancy(self) -> None:
         """Say that there is no replica, at once and from time to time. Raises RolloutError if that
         has lasted too long."""
-        now = self._clock()
+        now = self.clock()
         if any(not seat.lost for seat in self.seats):
             if self._said and self._empty_at is not None:
                 log.warning("a sampler is there again after %.1f s", now - self._empty_at)
@@ -268,13 +265,13 @@ class Fleet:
             raise
         except Exception as error:
             log.error("sampler %d could not be restarted: %s", seat.number, error)
-            seat.out_at = self._clock()
+            seat.out_at = self.clock()
             return False
         successor.start()
         with self.lock:
             seat.before = seat.stats.ended()
             seat.replica, seat.nonfinite, seat.work_done = successor, 0, ()
-            seat.up_at = seat.moved_at = self._clock()
+            seat.up_at = seat.moved_at = self.clock()
             out_s = seat.up_at - (seat.out_at or seat.up_at)
             seat.out_at = None
         self._count("sampler_restarts", 1)
@@ -282,7 +279,7 @@ class Fleet:
         return True
 
     def _health(self, seat: Seat) -> Health:
-        now = self._clock()
+        now = self.clock()
         if seat.out_at is not None:
             return Health(
                 restarts=seat.restarts,
@@ -314,7 +311,7 @@ class Fleet:
         if kind is None:  # it made progress just now
             return
         with self.lock:
-            seat.out_at = self._clock()
+            seat.out_at = self.clock()
             jobs = list(seat.jobs)
             seat.jobs.clear()
             moved = self._judge(seat, kind, jobs)
@@ -324,8 +321,6 @@ class Fleet:
             self._blamed_in_a_row += len(guilty)
             back = [job for job in jobs if job not in guilty]
             self.waiting += back
-            if back:
-                self.take_back()
             seat.excused = bool(guilty)
             for earlier in (number for job in guilty for number in job.died[:-1]):
                 if (sat := self.seat(earlier)) is not None:

@@ -1,13 +1,14 @@
 """N replicas of a sampler behind one ports.Generate: they share the requests, and one that fails is
 replaced.
 
-    submit ──> Dispatcher ──dealt──> [ seat: replica ] ──Completion──> the caller's future
-                   ^                    │ died, hangs, draws NaN
-                   └──── dealt again ───┘ taken out; after a while its successor sits there
+    submit ──> queue ──room──> [ seat: replica ] ──Completion──> the caller's future
+                 ^                │ died, hangs, draws NaN
+                 └─ dealt again ──┘ taken out; after a while its successor sits there
 
-Replicas know nothing of each other; each swaps weights on its own. Requests of one call are dealt
-by a pure function of what was dealt before and of which requests are answered (dealing.py), so
-equal calls to idle replicas are dealt equally.
+Replicas know nothing of each other; each swaps weights on its own. A replica has a quarter
+more requests than it holds at once; the rest wait in the queue for whoever is done first, since nobody
+knows how long answers will be. Requests are dealt by a pure function of what was dealt before and
+of which requests are answered (dealing.py).
 
 Replicas in processes of their own come (Router.join) and go. One that leaves hands back its running
 requests, which continue elsewhere: nothing is drawn again. Its seat is removed when it leaves or
@@ -139,14 +140,13 @@ class Router(Living):
             self.lifetime.start()
 
     def join(self, replica: Replica) -> int:
-        """Take a replica in, at any time: it gets its share of the requests that no other has
-        begun. Return its seat's number. Raises Closed, and the error that ended the router."""
+        """Take a replica in, at any time: it gets its share of the requests that wait. Return its
+        seat's number. Raises Closed, and the error that ended the router."""
         with self.fleet.lock:
             self.lifetime.check_open("the samplers are closed")
             if self._started:
                 replica.start()
             number = self.fleet.join(replica)
-            self.fleet.take_back()
         self.lifetime.wake.set()
         return number
 

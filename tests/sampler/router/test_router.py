@@ -43,7 +43,7 @@ def test_tokens_do_not_depend_on_the_sampler_that_drew_them(router) -> None:
         assert a.request_id == b.request_id and a.token_ids.tolist() == b.token_ids.tolist()
     one.close()
     done = [s.stats().requests_done for s in router.samplers]
-    assert done == [12, 12], "groups are dealt evenly, and each stays together"
+    assert sum(done) == 24 and all(n and n % 3 == 0 for n in done), "each group stays together"
     assert router.stats().requests_done == 24
 
 

@@ -110,12 +110,15 @@ def test_of_two_requests_with_one_id_each_gets_its_own_tokens_back():
     leaving = router.samplers[0]
     futures = [future for _, future in leaving.held]
     leaving.leave()
-    leaving.departure = replace(leaving.departure, partials={futures[1]: drawn(wish)})
+    leaving.departure = replace(
+        leaving.departure, partials={futures[1]: drawn(replace(wish, key=(9, 9)))}
+    )
     router.look()
     last = remote()
     router.join(last)
     router.look()
-    assert [isinstance(g, Partial) for g, _ in last.held] == [False, True]
+    given = {getattr(g, "request", g).key: g for g, _ in last.held}
+    assert isinstance(given[9, 9], Partial) and not isinstance(given[1, 0], Partial)
 
 
 def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again():
@@ -135,21 +138,17 @@ def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again()
     }  # fmt: skip
 
 
-def test_whoever_joins_gets_its_share_of_what_nobody_has_begun():
+def test_whoever_joins_gets_its_share_of_what_waits():
     router, _, _ = elastic(1)
-    groups = [replace(numbered(i), request_id=f"g{i}/m{m}") for i in range(4) for m in range(2)]
+    groups = [replace(numbered(i), request_id=f"g{i}/m{m}") for i in range(5) for m in range(3)]
     futures = router.start_many(groups)
     first, second = router.samplers[0], remote()
-    first.unsent = tuple(future for _, future in first.held[2:])
+    assert first.held_ids == tuple(r.request_id for r in groups[:6]), "room for 5, groups whole"
+    assert router.stats().waiting == 9 and router.num_waiting == 15
     router.join(second)
     router.look()
-    kept = [getattr(g, "request_id", None) for g, f in first.held if not f.cancelled()]
-    assert kept[:2] == ["g0/m0", "g0/m1"], "what is under way stays"
-    assert sorted([*kept, *second.held_ids]) == sorted(r.request_id for r in groups)
-    for group in range(4):
-        ids = {f"g{group}/m0", f"g{group}/m1"}
-        assert ids <= {*kept} or ids <= {*second.held_ids}, "groups stay together"
-    assert len(second.held) == 4
+    assert len(first.held) == 6, "what it has stays"
+    assert second.held_ids == tuple(r.request_id for r in groups[6:12])
     for sampler in (first, second):
         while sampler.held:
             sampler.answer()
@@ -159,22 +158,126 @@ def test_whoever_joins_gets_its_share_of_what_nobody_has_begun():
 @pytest.mark.parametrize("leaves", [True, False])
 def test_requests_of_one_that_has_gone_overtake_those_that_nobody_has_begun(leaves):
     router, _, _ = elastic(2)
-    futures = router.start_many([numbered(i) for i in range(10)])
+    futures = router.start_many([numbered(i) for i in range(20)])
     first, second = router.samplers
-    under_way, waiting = second.held_ids[:2], second.held_ids[2:]
-    overtakes = [*first.held_ids, *waiting]
-    assert min(waiting) < max(first.held_ids) and max(waiting) > min(first.held_ids)
-    second.unsent = tuple(future for _, future in second.held[2:])
+    under_way, returned = list(second.held_ids), list(first.held_ids)
+    assert len(under_way) == len(returned) == 5, "as many as there is room for"
     if leaves:
-        first.leave([drawn(given) for given, _ in first.held[:2]])
+        first.leave([drawn(given) for given, _ in first.held[2:4]])
+        at_once = [returned.pop(2), returned.pop(2)]
     else:
         first.die(Disconnected("the line was cut"))
+        at_once, returned = returned, []
     router.look()
-    second.held = [(given, future) for given, future in second.held if not future.cancelled()]
-    assert second.held_ids == (*under_way, *sorted(overtakes)), "in the order of asking"
+    assert list(second.held_ids) == under_way + at_once, "what may have begun goes on at once"
+    order = [*under_way, *at_once, *returned, *(f"r{i}" for i in range(10, 20))]
+    answered = []
     while second.held:
+        answered.append(second.held_ids[0])
         second.answer()
+    assert answered == order, "in the order of asking"
     assert all(f.result(0) for f in futures)
+
+
+def test_whoever_is_done_first_takes_the_next():
+    """One replica gets answers that take long: it holds its share, and no more comes to it."""
+    router, _, _ = elastic(2)
+    futures = router.start_many([numbered(i) for i in range(40)])
+    slow, quick = router.samplers
+    most = 0
+    while quick.held:
+        quick.answer()
+        most = max(most, len(quick.held))
+    assert len(slow.held) == 5 and router.num_waiting == 5 and most == 5
+    assert quick.blocks == 35
+    while slow.held:
+        slow.answer()
+    assert [f.result(0).request_id for f in futures] == [f"r{i}" for i in range(40)]
+
+
+def test_one_that_is_asked_later_but_is_more_urgent_is_dealt_first():
+    router, _, _ = elastic(1)
+    router.start_many([numbered(2 * i) for i in range(12)])
+    router.start_many([replace(numbered(21), priority=(-1, 0))])
+    (only,) = router.samplers
+    assert "r21" not in only.held_ids
+    only.answer()
+    assert only.held_ids[-1] == "r21"
+
+
+def test_a_later_turn_goes_to_whoever_had_the_one_before_at_once():
+    """Under one system prompt: what it begins with says nothing about who has its prefix."""
+    router, _, _ = elastic(2)
+    shared = np.arange(40, dtype=np.int32)
+    first = [
+        replace(numbered(i), token_ids=np.append(shared, np.int32(i)), max_new_tokens=4)
+        for i in range(24)
+    ]
+    router.start_many(first)
+    sampler, other = router.samplers
+    for holder in (other, sampler):
+        request_id = holder.held_ids[0]
+        holder.answer()
+        (asked,) = (r for r in first if r.request_id == request_id)
+        turn = replace(
+            asked,
+            request_id=request_id + "/t1",
+            token_ids=np.append(asked.token_ids, np.arange(8, dtype=np.int32)),
+        )
+        router.start_many([turn])
+        assert turn.request_id in holder.held_ids, "though others wait for room"
+        router.start_many([replace(asked, request_id=request_id + "/again")])
+        assert request_id + "/again" not in (*sampler.held_ids, *other.held_ids), "no later turn"
+    assert router.stats().waiting > 0
+
+
+def test_the_time_in_the_queue_is_part_of_a_completions_times():
+    router, clock, _ = elastic(1)
+    futures = router.start_many([numbered(i) for i in range(6)])
+    (only,) = router.samplers
+    clock.advance(2.5)
+    while only.held:
+        only.answer()
+    first, last = futures[0].result(0), futures[5].result(0)
+    assert (first.queued_s, first.first_token_s, first.latency_s) == (0.0, 0.0, 0.0)
+    assert (last.queued_s, last.first_token_s, last.latency_s) == (2.5, 2.5, 2.5)
+
+
+class Picky(ScriptedReplica):
+    """It refuses some requests when it gets them, though it had nothing against them before."""
+
+    def start_many(self, requests):
+        if any(getattr(r, "request", r).request_id == "r9" for r in requests):
+            raise RolloutError("not r9")
+        return super().start_many(requests)
+
+
+def test_what_a_replica_refuses_when_there_is_room_fails_alone():
+    router, _, _ = elastic()
+    only = Picky("picky", replaceable=False)
+    router.join(only)
+    futures = router.start_many([numbered(i) for i in range(12)])
+    while only.held:
+        only.answer()
+    assert str(futures[9].exception(0)) == "not r9" and router.num_waiting == 0
+    assert sum(f.exception(0) is None for f in futures) == 11
+
+
+class Instant(ScriptedReplica):
+    """It has the answer at once."""
+
+    def start_many(self, requests):
+        futures = super().start_many(requests)
+        for _ in requests:
+            self.answer()
+        return futures
+
+
+def test_answers_that_are_there_at_once_do_not_pile_up_calls():
+    router, _, _ = elastic()
+    router.join(Instant("instant", replaceable=False))
+    futures = router.start_many([numbered(i) for i in range(5000)])
+    assert all(f.result(0) for f in futures) and router.num_waiting == 0
 
 
 def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
@@ -346,7 +449,7 @@ def test_counters_never_fall_and_times_are_means_over_those_that_were_there():
 
 EVENTS = [
     *["ask"] * 4, *["answer"] * 8, *["join"] * 3, *["leave"] * 3, *["cut"] * 2, "die", "hang",
-    "nan", *["cancel"] * 2, *["look"] * 4, *["pass"] * 2, *["unsent"] * 3,
+    "nan", *["cancel"] * 2, *["look"] * 4, *["pass"] * 2,
 ]  # fmt: skip
 
 
@@ -374,10 +477,7 @@ def test_whoever_comes_and_goes_each_request_has_exactly_one_answer(count, sched
         elif sampler is None or sampler.error is not None:
             continue
         elif event in ("answer", "nan") and sampler.held and sampler not in hung:
-            sampler.unsent = ()
             sampler.answer(nan=event == "nan")
-        elif event == "unsent":
-            sampler.unsent = tuple(f for _, f in sampler.held[pick:])
         elif event == "leave":
             running = [getattr(g, "request", g) for g, f in sampler.held if not f.done()]
             handed = [drawn(r) for r in running[: pick + 1] if r.max_new_tokens > 2]
