@@ -104,12 +104,12 @@ inline void each_of(const Go& go) {
   }
 }
 
-// Add rows [R, depth * kInputs] times panels [P, depth, 32] to y [R, P * 32]. Panels of few rows go
-// together, for sums enough to hide the latency of additions.
-template <typename Op, int R, int P>
+// Add rows [R, depth * kInputs] times V vectors of each panel [P, depth, 32] to y. Panels of few
+// rows go together, for sums enough to hide the latency of additions.
+template <typename Op, int R, int P, int V>
 void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
           int64_t depth, float* y, int64_t y_stride, bool first) {
-  constexpr int kAll = P * kParts;
+  constexpr int kAll = P * V;
   typedef typename Op::Numbers Numbers;
   Numbers sums[R][kAll];
   for (int r = 0; r < R; ++r)
@@ -118,7 +118,7 @@ void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_s
   for (int64_t d = 0; d < depth; ++d) {
     Numbers words[kAll];
     for (int p = 0; p < kAll; ++p)
-      words[p] = Op::get(panels + p / kParts * panel_stride + d * kPanel + p % kParts * kLanes);
+      words[p] = Op::get(panels + p / V * panel_stride + d * kPanel + p % V * kLanes);
     for (int p = 0; p < kAll * kLanes / 16; ++p)
       __builtin_prefetch(panels + p / 2 * panel_stride + (d + kAhead) * kPanel + p % 2 * 16);
     each_of<Op::kInputs>([&](auto input) __attribute__((always_inline)) {
@@ -136,13 +136,13 @@ void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_s
     for (int p = 0; p < kAll; ++p) Op::put(y + r * y_stride + p * kLanes, sums[r][p]);
 }
 
-template <typename Op, int P, int R = P == 1 ? kRows : 2>
+template <typename Op, int P, int V = kParts, int R = P == 1 ? kRows * kParts / V : 2>
 void tile_of(int rows, const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
              int64_t depth, float* y, int64_t y_stride, bool first) {
   if constexpr (R > 0) {
     if (rows == R)
-      return tile<Op, R, P>(x, x_stride, panels, panel_stride, depth, y, y_stride, first);
-    tile_of<Op, P, R - 1>(rows, x, x_stride, panels, panel_stride, depth, y, y_stride, first);
+      return tile<Op, R, P, V>(x, x_stride, panels, panel_stride, depth, y, y_stride, first);
+    tile_of<Op, P, V, R - 1>(rows, x, x_stride, panels, panel_stride, depth, y, y_stride, first);
   }
 }
 
@@ -150,6 +150,17 @@ void tile_of(int rows, const float* x, int64_t x_stride, const float* panels, in
 template <typename Op, int P>
 void all_rows(const float* x, int64_t n, int64_t x_stride, const float* panels,
               int64_t panel_stride, int64_t depth, float* y, int64_t y_stride, bool first) {
+  if constexpr (kParts > 2 && P == 1) {  // short registers: half a panel for twice the rows
+    if (n > kRows) {
+      constexpr int V = kParts / 2, kMost = kRows * kParts / V;
+      for (int64_t o = 0; o < kPanel; o += V * kLanes)
+        for (int64_t r = 0; r < n; r += kMost)
+          tile_of<Op, P, V>(static_cast<int>(std::min<int64_t>(kMost, n - r)), x + r * x_stride,
+                            x_stride, panels + o, panel_stride, depth, y + r * y_stride + o,
+                            y_stride, first);
+      return;
+    }
+  }
   for (int64_t r = 0; r < n; r += kRows) {
     const int rows = static_cast<int>(std::min<int64_t>(kRows, n - r));
     tile_of<Op, P>(rows, x + r * x_stride, x_stride, panels, panel_stride, depth,
