@@ -27,6 +27,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Where Python writes no bytecode down (images of containers often say so), each process that a
+# test starts would compile this package's source again, and each worker every test.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # How slow a machine is says nothing of what is tested.
@@ -44,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with most slow tests first, so that two workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """What is alive by now lives to the end: collecting garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

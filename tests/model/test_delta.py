@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import mesh_of, tiny_params, tiny_spec
+from whole_rows import row_logprobs
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import CheckpointError, ConfigError
@@ -20,7 +21,6 @@ from jaxrl_async.model.delta import (
     gated_delta_rule,
 )
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import lora_of, modules_of
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.flops import flops_of_lengths, num_matmul_params
@@ -114,7 +114,7 @@ def test_a_convolution_sees_the_last_tokens_of_its_segment_alone() -> None:
 
 def logprobs(params, ids: np.ndarray, places: np.ndarray, segments: np.ndarray) -> np.ndarray:
     rows = TokenRows(*(jnp.asarray(x)[None] for x in (ids, places, segments)))
-    return np.asarray(token_logprobs(SPEC, params, rows).logprobs)[0]
+    return np.asarray(row_logprobs(SPEC, params, rows))[0]
 
 
 @pytest.mark.slow

@@ -98,10 +98,12 @@ def test_trainer_and_sampler_compute_what_the_base_stands_for(spec, kind):
     ids = np.arange(14, dtype=np.int32) * 7 % 40
     rows = TokenRows(ids[None], np.arange(14, dtype=np.int32)[None], np.ones((1, 14), np.int32))
 
+    @jax.jit
     def of_trainer(adapter, base):
         settings = DecoderSettings(remat="none")
         return token_logprobs(spec, joined(lora, base, adapter), rows, settings).logprobs[0]
 
+    @jax.jit
     def of_sampler(base):
         whole = joined(lora, sent_base(base, jnp.float32), adapter)
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import tiny_params, tiny_spec
+from whole_rows import row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
-from jaxrl_async.model.decoder import TokenRows, hidden_states
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.heads import (
     HEAD,
     head_table,
@@ -60,7 +61,7 @@ def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
 
 def test_a_value_is_of_the_state_before_its_token():
     params = head_params("value")
-    hidden = np.asarray(hidden_states(SPEC, params, *BATCH))
+    hidden = np.asarray(row_states(SPEC, params, *BATCH))
     scores = hidden @ np.asarray(params[HEAD]["kernel"]) + np.asarray(params[HEAD]["bias"])
     got = np.asarray(token_values(SPEC, params, TokenRows(*BATCH))[0])
     for row, at in np.ndindex(SEGMENTS.shape):

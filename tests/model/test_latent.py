@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import mesh_of, tiny_params, tiny_spec
+from whole_rows import row_logprobs
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
@@ -26,7 +27,6 @@ from jaxrl_async.model.decoder import (
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
 from jaxrl_async.model.kv_layout import layout_of
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.sampler import Sampler
@@ -54,7 +54,7 @@ def an_adapter(seed: int = 1, rank: int = 2, spec: ModelSpec = SPEC):
 def of_trainer(params, ids=IDS, spec: ModelSpec = SPEC) -> np.ndarray:
     n = len(ids)
     rows = TokenRows(*map(jnp.asarray, (ids[None], np.arange(n)[None], np.ones((1, n), np.int32))))
-    return np.asarray(token_logprobs(spec, params, rows).logprobs)[0]
+    return np.asarray(row_logprobs(spec, params, rows))[0]
 
 
 def of_sampler(params, spec: ModelSpec = SPEC, *, fused: bool = False) -> np.ndarray:
@@ -64,10 +64,13 @@ def of_sampler(params, spec: ModelSpec = SPEC, *, fused: bool = False) -> np.nda
         assert k.shape[1:] == spec.cached_shape[1:] and not v.size
         return reference(q[None], k[None], v[None], jnp.ones((1, len(IDS)), jnp.int32))[0]
 
-    layers = split_layers(spec, params, fused=fused)
-    x = flat_forward(spec, params, layers, IDS, jnp.arange(len(IDS)), attend)
-    logprobs = jax.nn.log_softmax(next_logits(spec, params, x))
-    return np.asarray(logprobs)[np.arange(len(IDS) - 1), IDS[1:]]
+    @jax.jit
+    def logprobs(params):
+        layers = split_layers(spec, params, fused=fused)
+        x = flat_forward(spec, params, layers, IDS, jnp.arange(len(IDS)), attend)
+        return jax.nn.log_softmax(next_logits(spec, params, x))
+
+    return np.asarray(logprobs(params))[np.arange(len(IDS) - 1), IDS[1:]]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_contexts_that_share_a_prefix_give_what_they_give_apart() -> None:
         mesh_of(), SPEC, dtype=jnp.float32, attention="reference", shares_prefixes=True
     )
     rows = TokenRows(*(jnp.asarray(x[None], jnp.int32) for x in (ids, positions, segments)))
-    got = np.asarray(token_logprobs(SPEC, params, rows, settings).logprobs)[0]
+    got = np.asarray(row_logprobs(SPEC, params, rows, settings))[0]
     np.testing.assert_allclose(got[1 : len(IDS)], of_trainer(params)[1:], atol=1e-5)
     np.testing.assert_allclose(
         got[len(IDS) + 1 :], of_trainer(params, other)[left + 1 :], atol=1e-5

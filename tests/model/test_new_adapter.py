@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import ArchitectureSection
-from jaxrl_async.model.decoder import hidden_states, init_params, init_table
+from jaxrl_async.model.decoder import init_params, init_table
 from jaxrl_async.model.lora import adapter_table, joined, lora_of
 from jaxrl_async.model.spec import ModelSpec
 
@@ -26,7 +27,7 @@ def both(family: str) -> tuple[np.ndarray, np.ndarray]:
     lora = lora_of(spec, LoraSection(rank=4))
     adapter = init_table(adapter_table(spec, lora), jax.random.key(0), np.float32)
     given = (base, joined(lora, base, adapter))
-    return tuple(np.asarray(hidden_states(spec, params, *ROWS)) for params in given)
+    return tuple(np.asarray(row_states(spec, params, *ROWS)) for params in given)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

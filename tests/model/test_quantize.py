@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import tiny_spec
+from whole_rows import row_states
 
-from jaxrl_async.model.decoder import hidden_states, init_params
+from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import is_quantized, quantize, quantized_table
 from jaxrl_async.model.spec import Weight, contracted, weight_table
 
@@ -70,6 +71,6 @@ def test_the_decoder_multiplies_with_what_the_weights_stand_for(spec):
         back["layers"][name] = array
     ids = np.arange(12, dtype=np.int32)[None]
     arrays = (ids, ids, np.ones_like(ids))
-    out = hidden_states(spec, found, *arrays)
-    np.testing.assert_allclose(out, hidden_states(spec, back, *arrays), atol=2e-5)
-    assert np.abs(out - hidden_states(spec, params, *arrays)).max() > 1e-4
+    out = row_states(spec, found, *arrays)
+    np.testing.assert_allclose(out, row_states(spec, back, *arrays), atol=2e-5)
+    assert np.abs(out - row_states(spec, params, *arrays)).max() > 1e-4

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_rows import row_logprobs
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import CheckpointError, ConfigError
@@ -25,7 +26,6 @@ from jaxrl_async.model.families.parts import LayerKind, repeating, runs_of
 from jaxrl_async.model.families.registry import FAMILIES
 from jaxrl_async.model.hf_config import spec_from_hf
 from jaxrl_async.model.kernels import Scoring
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.device.engine import Engine
@@ -53,7 +53,7 @@ def logprobs_of(
     spec: ModelSpec, params: Any, ids: Any, positions: Any, segments: Any, **settings: Any
 ) -> np.ndarray:
     rows = TokenRows(*(jnp.asarray(x, jnp.int32)[None] for x in (ids, positions, segments)))
-    return np.asarray(token_logprobs(spec, params, rows, DecoderSettings(**settings)).logprobs[0])
+    return np.asarray(row_logprobs(spec, params, rows, DecoderSettings(**settings))[0])
 
 
 # ---- patterns

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import tiny_params
+from whole_rows import row_logprobs
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.activations import gated
-from jaxrl_async.model.decoder import ON_ONE_DEVICE, TokenRows
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base, restored_params
 from jaxrl_async.model.hf import load_params, save_params
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import joined, lora_of, merged
 from jaxrl_async.model.moe import route
 from jaxrl_async.model.mxfp4 import mxfp4_numbers
@@ -55,7 +55,7 @@ def logprobs(spec: ModelSpec, params, ids: np.ndarray, expert_ids=None) -> np.nd
         jnp.asarray(ids)[None], jnp.arange(len(ids))[None], jnp.ones((1, len(ids)), jnp.int32)
     )
     rows = rows._replace(expert_ids=None if expert_ids is None else jnp.asarray(expert_ids)[None])
-    return np.asarray(token_logprobs(spec, params, rows, ON_ONE_DEVICE).logprobs)[0]
+    return np.asarray(row_logprobs(spec, params, rows))[0]
 
 
 IDS = np.random.default_rng(3).integers(3, VOCAB, 30).astype(np.int32)

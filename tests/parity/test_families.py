@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders import mesh_of
 from safetensors.numpy import load_file, save_file
+from whole_rows import row_logprobs, row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
@@ -19,7 +20,6 @@ from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
     TokenRows,
-    hidden_states,
     init_params,
     output_head,
     settings_on,
@@ -374,7 +374,7 @@ def theirs(model, ids: np.ndarray) -> np.ndarray:
 
 def ours(policy: Policy, ids: np.ndarray) -> np.ndarray:
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    hidden = hidden_states(policy.spec, policy.whole, ids, positions, np.ones_like(ids))
+    hidden = row_states(policy.spec, policy.whole, ids, positions, np.ones_like(ids))
     head = output_head(policy.spec, policy.whole)
     return np.asarray(logits_of(hidden, head, policy.spec.scales))
 
@@ -384,7 +384,7 @@ def trained_logprobs(
 ) -> np.ndarray:
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     rows = TokenRows(*map(jnp.asarray, (ids, positions, np.ones_like(ids))))
-    return np.asarray(token_logprobs(policy.spec, policy.whole, rows, settings).logprobs)
+    return np.asarray(row_logprobs(policy.spec, policy.whole, rows, settings))
 
 
 def test_a_configuration_may_name_every_family() -> None:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config.lora_section import LoraSection
-from jaxrl_async.model.decoder import hidden_states, output_head
+from jaxrl_async.model.decoder import output_head
 from jaxrl_async.model.logprobs import logits_of
 from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.peft import load_peft, save_peft
@@ -48,7 +49,7 @@ def theirs(model) -> np.ndarray:
 
 def ours(policy: Policy) -> np.ndarray:
     positions = np.broadcast_to(np.arange(IDS.shape[1]), IDS.shape)
-    hidden = hidden_states(policy.spec, policy.whole, IDS, positions, np.ones_like(IDS))
+    hidden = row_states(policy.spec, policy.whole, IDS, positions, np.ones_like(IDS))
     head = output_head(policy.spec, policy.whole)
     return np.asarray(logits_of(hidden, head, policy.spec.scales))
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import JaxrlError
-from jaxrl_async.model.decoder import hidden_states, output_head
+from jaxrl_async.model.decoder import output_head
 from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.policy import Policy
@@ -55,7 +56,7 @@ def theirs(model) -> np.ndarray:
 
 def ours(policy: Policy) -> np.ndarray:
     rows = (jnp.asarray(IDS), jnp.tile(jnp.arange(12), (2, 1)), jnp.ones_like(IDS))
-    hidden = hidden_states(policy.spec, policy.whole, *rows)
+    hidden = row_states(policy.spec, policy.whole, *rows)
     return np.asarray(hidden @ output_head(policy.spec, policy.params))
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import TRAINER_RULES, make_mesh, shardings
-from jaxrl_async.model.decoder import hidden_states, init_params, output_head
+from jaxrl_async.model.decoder import init_params, output_head
 from jaxrl_async.model.lora import Lora, adapter_table, lora_of
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.peft_experts import as_filed, from_filed
@@ -75,7 +76,7 @@ def theirs(model) -> np.ndarray:
 
 def ours(policy: Policy) -> np.ndarray:
     rows = (jnp.asarray(IDS), jnp.tile(jnp.arange(12), (2, 1)), jnp.ones_like(IDS))
-    hidden = hidden_states(policy.spec, policy.whole, *rows)
+    hidden = row_states(policy.spec, policy.whole, *rows)
     return np.asarray(hidden @ output_head(policy.spec, policy.params))
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import TRAINER_RULES, make_slices, shardings
-from jaxrl_async.model.decoder import hidden_states, output_head
+from jaxrl_async.model.decoder import output_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import weight_table
 from jaxrl_async.sampler.sampler import Sampler
@@ -87,7 +88,7 @@ def test_logits_agree_with_transformers(checkpoint) -> None:
     policy = Policy.from_pretrained(folder)
     ids = tokens()
     positions = np.broadcast_to(np.arange(LENGTH), ids.shape)
-    hidden = hidden_states(policy.spec, policy.params, ids, positions, np.ones_like(ids))
+    hidden = row_states(policy.spec, policy.params, ids, positions, np.ones_like(ids))
     ours = hidden @ output_head(policy.spec, policy.params)
     np.testing.assert_allclose(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("plans")
-
-
 def plan(tmp_path: Path, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "tiny.yaml"
     file.write_text(CONFIG)
@@ -59,10 +55,23 @@ def compiles(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [name for name in found if name != "convert_element_type"]
 
 
-def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, cache):
-    first = plan(tmp_path, cache)
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The plan of CONFIG, made where nothing was kept: its folder, and what the command said."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, plan(folder, folder / "cache")
+
+
+@pytest.fixture
+def cache(first, tmp_path):
+    """A cache that has the programs of CONFIG, and no others."""
+    return shutil.copytree(first[0] / "cache", tmp_path / "cache")
+
+
+def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, first, cache):
+    folder, first = first
     assert first.returncode == 0, first.stderr
-    found = json.loads((tmp_path / "plan.json").read_text())
+    found = json.loads((folder / "plan.json").read_text())
     programs = {p["name"]: p for p in found["trainer"]["programs"] + found["sampler"]["programs"]}
     assert set(programs) == {"gradient", "update", "cast", "prepare", "prefill", "decode"}
     assert not any(p["cached"] for p in programs.values())
@@ -85,8 +94,7 @@ def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, cache):
 
 @pytest.mark.exhaustive
 def test_a_plan_from_python_is_that_of_the_command(tmp_path, cache):
-    plan(tmp_path, cache)
-    done = plan(tmp_path, cache)  # all programs are kept, as for the next
+    done = plan(tmp_path, cache)
     planned = jr.plan(tmp_path / "tiny.yaml", "v5e-4", cache=cache)
     assert planned.fits and str(planned) == planned.text == done.stdout.rstrip()
     assert planned.numbers == json.loads((tmp_path / "plan.json").read_text())

@@ -3,18 +3,19 @@
 import numpy as np
 import pytest
 from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
+from whole_rows import row_states
 
-from jaxrl_async.model.decoder import hidden_states, output_head
+from jaxrl_async.model.decoder import output_head
 from jaxrl_async.types import SamplingParams
 
 
 def logits_before(prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     """[drawn, vocab] float64 logits that each drawn token came from."""
-    ids = np.concatenate([prompt, drawn])[None]
-    positions = np.arange(ids.shape[1])[None]
-    hidden = hidden_states(SPEC, PARAMS, ids, positions, np.ones_like(ids))
+    ids, end = np.zeros((1, 64), np.int32), len(prompt) + len(drawn)
+    ids[0, :end] = np.concatenate([prompt, drawn])
+    hidden = row_states(SPEC, PARAMS, ids, np.arange(64)[None], np.ones_like(ids))
     logits = np.asarray(hidden @ output_head(SPEC, PARAMS), np.float64)[0]
-    return logits[len(prompt) - 1 : -1]
+    return logits[len(prompt) - 1 : end - 1]
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

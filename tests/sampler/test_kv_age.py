@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tiny import PARAMS, SPEC, Script
 from version_device import VOCAB, VersionDevice, logits_of, token_of
+from whole_rows import row_logprobs
 
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.kv_layout import layout_of
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.device.engine import request_keys
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
@@ -278,7 +278,7 @@ def forward(spec: ModelSpec, params: Any, rows: np.ndarray) -> np.ndarray:
     """[n, LONGEST] log-probs of each token but the first, by one pass."""
     positions = np.broadcast_to(np.arange(LONGEST), rows.shape)
     tokens = TokenRows(rows, positions, np.ones_like(rows))
-    return np.asarray(token_logprobs(spec, params, tokens).logprobs)
+    return np.asarray(row_logprobs(spec, params, tokens))
 
 
 def check_logprobs(driven: Driven) -> int:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import PARAMS, SPEC, Script, make_sampler, request
+from whole_rows import logprobs_of
 
-from jaxrl_async.model.decoder import TokenRows
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, VersionedParams
 
@@ -130,11 +129,5 @@ def test_log_probs_are_those_of_a_full_forward_pass(numbers) -> None:
         for i, n in enumerate(numbers)
     ]
     for wish, done in zip(wishes, roomy().generate(wishes), strict=True):
-        ids = np.zeros((1, 64), np.int32)
-        whole = np.concatenate([wish.token_ids, done.token_ids])
-        ids[0, : len(whole)] = whole
-        positions = np.arange(64)[None]
-        tokens = TokenRows(ids, positions, np.ones_like(ids))
-        logprobs = token_logprobs(SPEC, PARAMS, tokens).logprobs
-        start = len(wish.token_ids)
-        np.testing.assert_allclose(done.logprobs, logprobs[0, start : len(whole)], atol=1e-5)
+        logprobs = logprobs_of(SPEC, PARAMS, np.concatenate([wish.token_ids, done.token_ids]))
+        np.testing.assert_allclose(done.logprobs, logprobs[len(wish.token_ids) :], atol=1e-5)

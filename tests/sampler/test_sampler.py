@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import Script
+from whole_rows import logprobs_of
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
-from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.decoder import DecoderSettings, init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
@@ -94,13 +94,9 @@ def test_members_of_a_group_differ_and_share_one_prefill(sampler: Sampler) -> No
 def test_log_probs_are_those_of_a_full_forward_pass(sampler: Sampler, temperature: float) -> None:
     wishes = [request(i, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
     for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
-        ids = np.concatenate([wish.token_ids, done.token_ids])[None]
-        positions = np.arange(ids.shape[1])[None]
-        tokens = TokenRows(ids, positions, np.ones_like(ids))
-        settings = DecoderSettings(temperature=temperature)
-        logprobs = token_logprobs(SPEC, PARAMS, tokens, settings).logprobs
-        start = len(wish.token_ids)
-        np.testing.assert_allclose(done.logprobs, logprobs[0, start:], atol=1e-5)
+        ids = np.concatenate([wish.token_ids, done.token_ids])
+        logprobs = logprobs_of(SPEC, PARAMS, ids, DecoderSettings(temperature=temperature))
+        np.testing.assert_allclose(done.logprobs, logprobs[len(wish.token_ids) :], atol=1e-5)
 
 
 def test_a_swap_in_mid_sequence_marks_each_token_with_the_weights_of_its_logits() -> None:

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 from tiny import OTHER, PARAMS, SPEC, Script, make_sampler, request
+from whole_rows import logprobs_of
 
-from jaxrl_async.model.decoder import TokenRows
-from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.ports import FixedWeights
 from jaxrl_async.types import SamplingParams, VersionedParams
 
@@ -21,11 +20,7 @@ def long_request(number: int = 5, **wishes: object):
 
 
 def forward_logprobs(params, prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    ids = np.concatenate([prompt, drawn])[None]
-    positions = np.arange(ids.shape[1])[None]
-    tokens = TokenRows(ids, positions, np.ones_like(ids))
-    logprobs = token_logprobs(SPEC, params, tokens).logprobs
-    return np.asarray(logprobs[0, len(prompt) :])
+    return logprobs_of(SPEC, params, np.concatenate([prompt, drawn]))[len(prompt) :]
 
 
 def one_swap(mode: str, **wishes: object):

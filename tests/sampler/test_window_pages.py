@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from tiny import Held
+from whole_rows import row_logprobs, row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.interop.jetstream import fixed_tables
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.decoder import TokenRows, hidden_states, init_params, output_head
-from jaxrl_async.model.logprobs import logits_of, token_logprobs
+from jaxrl_async.model.decoder import TokenRows, init_params, output_head
+from jaxrl_async.model.logprobs import logits_of
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.sampler import Sampler
@@ -72,7 +73,7 @@ def assert_as_trained(
         whole = np.concatenate([asked.token_ids, one.token_ids])
         ids[0, : len(whole)] = whole
         rows = TokenRows(*map(jnp.asarray, (ids, np.arange(LONGEST)[None], np.ones_like(ids))))
-        trained = token_logprobs(spec, PARAMS[spec], rows).logprobs[0]
+        trained = row_logprobs(spec, PARAMS[spec], rows)[0]
         begin = len(asked.token_ids)
         np.testing.assert_allclose(one.logprobs, trained[begin : len(whole)], atol=1e-5, rtol=0)
 
@@ -265,7 +266,7 @@ def test_crowded_traffic_draws_what_a_greedy_loop_of_the_trainer_draws() -> None
         whole = np.concatenate([asked.token_ids, one.token_ids])
         ids[0, : len(whole)] = whole
         rows = ids, np.arange(LONGEST)[None], np.ones_like(ids)
-        hidden = hidden_states(GEMMA, PARAMS[GEMMA], *map(jnp.asarray, rows))
+        hidden = row_states(GEMMA, PARAMS[GEMMA], *map(jnp.asarray, rows))
         likely = np.argmax(logits_of(hidden, head, GEMMA.scales)[0], axis=-1)
         begin = len(asked.token_ids)
         assert one.token_ids.tolist() == likely[begin - 1 : len(whole) - 1].tolist()

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_rows import row_states
 
 from jaxrl_async.config import schema
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows, hidden_states, init_params
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.divergence import (
     FrozenPolicy,
     chunked_over_vocab,
@@ -79,7 +80,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def logits(policy: Policy, packed: PackedBatch) -> np.ndarray:
     """float64 [rows, length, vocab]: at t, of the distribution that token t is drawn from."""
     arrays = (packed.token_ids, packed.positions, packed.segment_ids)
-    hidden = np.asarray(hidden_states(policy.spec, policy.params, *arrays), np.float64)
+    hidden = np.asarray(row_states(policy.spec, policy.params, *arrays), np.float64)
     embed = policy.params["embed"].T if policy.spec.tied else policy.params["lm_head"]
     return np.roll(hidden @ np.asarray(embed, np.float64), 1, axis=1)
 
