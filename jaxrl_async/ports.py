@@ -152,6 +152,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def usable(self) -> int:
+        """Number of requests that it can use before it is asked again (router/dealing.usable)."""
+        ...
+
+    @property
     def has_logprobs(self) -> bool:
         """Whether its completions carry log-probs; False: they are NaN, and no sign of a fault."""
         ...

@@ -29,6 +29,7 @@ from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, AnyFuture, Waiter, resolve
+from jaxrl_async.sampler.router.dealing import usable
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, IntArray, Partial, Request, SamplingParams, StopReason
 
@@ -122,6 +123,11 @@ class ForeignSampler(Living):
     def places(self) -> int:
         """Number of slots of the engine."""
         return int(self.engine.max_concurrent_decodes)
+
+    @property
+    def usable(self) -> int:
+        """See ports.Replica."""
+        return usable(self.places, self.places)
 
     @property
     def blamed(self) -> frozenset[str]:

@@ -30,7 +30,7 @@ from jaxrl_async.plan.simulated_transfers import SimulatedTransfers
 from jaxrl_async.plan.simulated_turnover import SimulatedTurnover, check_wait
 from jaxrl_async.plan.timeline import Timeline
 from jaxrl_async.plan.weight_tree import Sending, WeightTree
-from jaxrl_async.sampler.router.dealing import Candidate
+from jaxrl_async.sampler.router.dealing import Candidate, usable
 
 NOBODY = 2**62
 """Load of a sampler to which nothing can be dealt."""
@@ -115,7 +115,9 @@ class SimulatedFleet:
 
     def _wants_more(self, index: int) -> bool:
         side, load = self._p.samplers, int(self.loads[index])
-        return Candidate(in_flight=load, places=side.slots + side.reserve).wants_more
+        places = side.slots + side.reserve
+        most = usable(places, side.slots)
+        return Candidate(in_flight=load, places=places, usable=most).wants_more
 
     def _deal_again(self, groups: Sequence[Longs]) -> None:
         """Deal what a sampler that has gone leaves behind, in the order of asking: what has begun

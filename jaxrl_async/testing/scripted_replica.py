@@ -29,6 +29,7 @@ class ScriptedReplica:
     has_logprobs = True
     seed = 0
     places = 4
+    usable = 5
 
     def __init__(self, name: str = "replica", *, replaceable: bool = True) -> None:
         self.name, self.replaceable = name, replaceable

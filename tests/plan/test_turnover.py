@@ -151,7 +151,7 @@ GOLDEN = Pipeline(
         ({}, 35.96957142857142, 7417, 1.1873649210307564, 0.4239355105415461),
         (
             {"lookahead": 0, "when_too_old": "drop"},
-            38.19877142857139, 16141, 1.5214443125953552, 0.7214131607335491,
+            38.197428571428524, 16124, 1.5178875638841567, 0.723377748889611,
         ),
         (
             {"max_staleness": 0, "lookahead": 0, "scorers": None},
@@ -344,7 +344,7 @@ def test_requests_of_a_sampler_that_has_left_may_overtake(first):
         act(*given)
     (stays,) = run.fleet.at_work.values()
     begun = [n for n, columns in enumerate(stays.queue) if columns[BEGUN].any()]
-    assert begun == ([0, 1] if first else [1, 2]), "at once, whatever else waits"
+    assert begun == ([0, 1] if first else [2, 3]), "at once, whatever else waits"
     numbers = [int(columns[GROUP, 0]) for columns in run.fleet._queue]
     assert (numbers[0] < 8) is first, "those that had not begun, before or behind the others"
 

@@ -28,6 +28,7 @@ from jaxrl_async.sampler.remote.outstanding import (
 from jaxrl_async.sampler.remote.sending import SendLoop
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.requests import CLOSED_TOO_EARLY
+from jaxrl_async.sampler.router.dealing import usable
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request
 from jaxrl_async.wire.messages import (
@@ -101,6 +102,11 @@ class RemoteReplica:
     def places(self) -> int:
         """Requests that the sampler holds at once; its beats say how many."""
         return self._outstanding.places
+
+    @property
+    def usable(self) -> int:
+        """See ports.Replica."""
+        return usable(self.places, self.places)
 
     @property
     def error(self) -> BaseException | None:

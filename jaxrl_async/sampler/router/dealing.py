@@ -5,8 +5,8 @@ prefill: to the one that had their prefix last, unless it is much busier than th
 does a later turn (its key, and a longer prompt): to the one that had the turn before.
 Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
 
-No replica is dealt more than DEALT_PLACES times what it holds at once, though the last group goes
-to it whole: nobody knows how long answers will be, and whoever is done first takes the next.
+No replica is dealt more than it can use (`usable`), though the last group goes to it whole: nobody
+knows how long answers will be, and whoever is done first takes the next.
 """
 
 import math
@@ -20,11 +20,6 @@ AFFINITY_TOKENS = 32
 """Leading tokens that say which replica is likely to hold a request's prefix."""
 AFFINITY_SLACK = 0.25
 """How much more loaded than the least loaded replica that one may be, as a share of its places."""
-DEALT_PLACES = 1.25
-"""Requests that a replica has room for, as a multiple of its places: while it draws as many as it
-holds, a few others wait there, to take places as they become free. In the simulation (plan/) 1.25
-makes runs with long tails 4 to 6 % faster than without a limit, and costs 1 % at most where all
-answers are equally long."""
 REFILL = 4
 """A replica is dealt more once its room is a REFILLth of its places: not one by one."""
 REMEMBERED = 4096
@@ -33,12 +28,24 @@ TALKS = 65536
 """Conversations whose replica is remembered."""
 
 
+def usable(places: int, rows: int) -> int:
+    """Return how many requests a replica can use before it is asked again: while all rows draw, as
+    many others wait, in places or behind them, and a quarter more than its places at least.
+
+    Args:
+        places: Requests that it holds at once.
+        rows: Those that draw in a step.
+    """
+    return max(2 * rows, math.ceil(1.25 * places))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """What the choice depends on, of one replica at work."""
 
     in_flight: int  # requests dealt to it and not answered
     places: int  # requests that it holds at once
+    usable: int = 0  # requests that it is dealt at most
     seat: int = 0  # number of its seat
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
@@ -50,7 +57,7 @@ class Candidate:
     @property
     def room(self) -> int:
         """Requests that may be dealt to it now; below 0: it has more than its share."""
-        return math.ceil(DEALT_PLACES * self.places) - self.in_flight
+        return self.usable - self.in_flight
 
     @property
     def wants_more(self) -> bool:

@@ -77,6 +77,7 @@ class Seat:
             seat=self.number,
             in_flight=len(self.jobs),
             places=self.replica.places,
+            usable=self.replica.usable,
             tries_suspect=self.had_suspects and any(job.suspect for job in self.jobs),
         )
 

@@ -5,8 +5,8 @@ replaced.
                  ^                │ died, hangs, draws NaN
                  └─ dealt again ──┘ taken out; after a while its successor sits there
 
-Replicas know nothing of each other; each swaps weights on its own. A replica has a quarter more
-requests than it holds at once; the rest wait in the queue for whoever is done first, since nobody
+Replicas know nothing of each other; each swaps weights on its own. A replica has as many requests
+as it can use for a while; the rest wait in the queue for whoever is done first, since nobody
 knows how long answers will be. Requests are dealt by a pure function of what was dealt before and
 of which requests are answered (dealing.py).
 

@@ -185,7 +185,8 @@ def test_without_keep_routing_nothing_is_told_and_a_dense_model_has_nothing_to_t
     telling.close()
     assert silent.expert_ids is None
     assert silent.token_ids.tolist() == told.token_ids.tolist()
-    assert silent.logprobs.tolist() == told.logprobs.tolist(), "bit for bit"
+    # the programs differ, and XLA may fuse the one otherwise than the other
+    np.testing.assert_allclose(silent.logprobs, told.logprobs, rtol=1e-6)
     dense = ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE), VOCAB)
     with pytest.raises(ConfigError, match="the qwen3 model is dense"):
         Sampler((dense, init_params(dense, jax.random.key(0))), settings=TELLING)
