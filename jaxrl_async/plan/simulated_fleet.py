@@ -117,7 +117,8 @@ class SimulatedFleet:
         side, load = self._p.samplers, int(self.loads[index])
         places = side.slots + side.reserve
         most = usable(places, side.slots)
-        return Candidate(in_flight=load, places=places, usable=most).wants_more
+        candidate = Candidate(in_flight=load, places=places, usable=most)
+        return candidate.has_room_for(self._queue[0].shape[1] * len(self._queue))
 
     def _deal_again(self, groups: Sequence[Longs]) -> None:
         """Deal what a sampler that has gone leaves behind, in the order of asking: what has begun

@@ -12,7 +12,7 @@ in the same order are always admitted in the same order.
 
 import itertools
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -45,7 +45,7 @@ class WaitingQueue(Generic[A]):
         self._most = overtakes
         self._front: deque[A] = deque()
         self._others: list[Entry[A]] = []  # sorted
-        self._where: dict[A, Entry[A]] = {}  # of the others
+        self._where: OrderedDict[A, Entry[A]] = OrderedDict()  # of the others, by arrival
         self._numbers = itertools.count()
         self._in_a_row = 0  # admissions past the one that has waited longest
 
@@ -111,12 +111,8 @@ class WaitingQueue(Generic[A]):
 
     def by_arrival(self) -> list[A]:
         """Return those in front, and then the others in the order of their arrival."""
-        others = sorted(self._others, key=lambda entry: entry[1])
-        return [*self._front, *(entry[2] for entry in others)]
+        return [*self._front, *self._where]
 
     def _oldest(self) -> A:
         """Return the one of the others that has waited longest; there is one."""
-        first, last = self._others[0], self._others[-1]
-        if first[0] == last[0]:  # all are equal
-            return first[2]
-        return min(self._others, key=lambda entry: entry[1])[2]
+        return next(iter(self._where))

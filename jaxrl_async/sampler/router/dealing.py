@@ -9,6 +9,7 @@ No replica is dealt more than it can use (`usable`), though the last group goes 
 knows how long answers will be, and whoever is done first takes the next.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ class Candidate:
 
     in_flight: int  # requests dealt to it and not answered
     places: int  # requests that it holds at once
-    usable: int = 0  # requests that it is dealt at most
+    usable: int = 1  # requests that it is dealt at most
     seat: int = 0  # number of its seat
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
@@ -59,10 +60,10 @@ class Candidate:
         """Requests that may be dealt to it now; below 0: it has more than its share."""
         return self.usable - self.in_flight
 
-    @property
-    def wants_more(self) -> bool:
-        """Whether it has room for enough requests to deal them."""
-        return self.room >= max(1, self.places // REFILL)
+    def has_room_for(self, waiting: int) -> bool:
+        """Return whether it has room for so many waiting requests, or for enough to deal some."""
+        enough = min(self.places // REFILL, self.usable, waiting)
+        return self.room >= max(1, enough)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +118,14 @@ class Dealer:
 
         Not if it has begun, was on the device of one that died, is a later turn of a conversation
         that a replica has, or is of those that a certain replica must have or must not have; nor if
-        it names an adapter: the replica that unloads it must know who waits for it.
+        it names an adapter (the replica that unloads it must know who waits for it) or is more
+        urgent than others: it overtakes those that wait in the replica.
 
         at_work: Returns whether the replica in a seat is at work.
         """
         begun = job.begun is not None or bool(job.died or job.cut_off)
-        tied = job.avoid is not None or bool(job.request.adapter)
-        if begun or tied or self._recorded(job.request.request_id) is not None:
+        tied = job.avoid is not None or bool(job.request.adapter) or job.request.priority < (0, 0)
+        if begun or tied or self._recorded_seat(job) is not None:
             return False
         home = self._home_of_talk(job)
         return home is None or not at_work(home)
@@ -141,7 +143,7 @@ class Dealer:
             candidates: Replicas at work, by their seats.
             kept: The seat that is kept for suspects.
         """
-        free = {c.seat: c for c in candidates if c.seat != kept and c.wants_more}
+        free = {c.seat: c for c in candidates if c.seat != kept and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
             group = _next_group(queue)
@@ -180,7 +182,7 @@ class Dealer:
         if not free:
             deal.waiting.extend(others)
             return deal
-        for group in [others] if together and others else _groups(others):
+        for group in [others] if together and others else self._groups(others):
             seat = self._seat_of(group, list(free.values()))
             deal.shares.setdefault(seat, []).extend(group)
             if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
@@ -190,7 +192,7 @@ class Dealer:
     def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
         """Return the seat for jobs that stay together."""
         job = group[0]
-        recorded = self._recorded(job.request.request_id)
+        recorded = self._recorded_seat(job)
         if recorded is not None:
             return recorded
         candidates = [c for c in free if c.seat != job.avoid] or free
@@ -201,6 +203,22 @@ class Dealer:
         index = choose(candidates, seats.index(home) if home in seats else None, len(group))
         self._remember(prefix, group, seats[index])
         return seats[index]
+
+    def _recorded_seat(self, job: RouterJob) -> int | None:
+        """Return the seat that a recording says, which is asked once for each dealing."""
+        if not job.seat_known:
+            job.recorded_seat = self._recorded(job.request.request_id)
+            job.seat_known = True
+        return job.recorded_seat
+
+    def _groups(self, jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
+        """Split jobs into runs of equal prompts, which a recording has in one seat."""
+
+        def what(job: RouterJob) -> tuple[bytes, int | None]:
+            return job.request.token_ids.tobytes(), self._recorded_seat(job)
+
+        for _, run in itertools.groupby(jobs, what):
+            yield list(run)
 
     def _home_of_talk(self, job: RouterJob) -> int | None:
         """Return the seat that had the turn before; None: this is the first, or it is forgotten."""
@@ -219,18 +237,6 @@ class Dealer:
             self._talks[request.key] = seat, len(request.token_ids)
             if len(self._talks) > TALKS:
                 del self._talks[next(iter(self._talks))]
-
-
-def _groups(jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
-    """Split jobs into runs of equal prompts."""
-    start = 0
-    while start < len(jobs):
-        content = jobs[start].request.token_ids.tobytes()
-        end = start + 1
-        while end < len(jobs) and jobs[end].request.token_ids.tobytes() == content:
-            end += 1
-        yield list(jobs[start:end])
-        start = end
 
 
 def _next_group(queue: WaitingQueue[RouterJob]) -> list[RouterJob]:

@@ -5,7 +5,7 @@ submit ──> queue ──room──> [ seat: replica ] ──Completion──>
              └────── waiting <────┘
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -44,12 +44,10 @@ class Dispatcher:
             now = fleet.clock()
             for job in jobs:
                 job.asked_at = job.dealt_at = now
-            patient = [not together and self._may_wait(job) for job in jobs]
+            patient, others = ([], jobs) if together else self._split(jobs)
             try:
-                self._deal(
-                    [j for j, waits in zip(jobs, patient, strict=True) if not waits], together
-                )
-                fleet.queue.add(j for j, waits in zip(jobs, patient, strict=True) if waits)
+                self._deal(others, together)
+                fleet.queue.add(patient)
             except BaseException:
                 for job in jobs:
                     self.withdraw(job)
@@ -67,13 +65,13 @@ class Dispatcher:
                     sorted(fleet.waiting, key=lambda j: (j.request.priority, j.order)),
                     [],
                 )
-                fleet.queue.put_back([job for job in jobs if self._may_wait(job)])
-                jobs = [job for job in jobs if job not in fleet.queue]
+                patient, others = self._split(j for j in jobs if not j.future.cancelled())
+                fleet.queue.put_back(patient)
                 try:
-                    self._deal(jobs)
+                    self._deal(others)
                 except BaseException:
                     fleet.waiting += [
-                        job for job in jobs if job.inner is None and job not in fleet.waiting
+                        job for job in others if job.inner is None and job not in fleet.waiting
                     ]
                     raise
             refused = self._fill(fleet.seats)
@@ -98,12 +96,17 @@ class Dispatcher:
         for job in jobs:
             job.settle(error)
 
-    def _may_wait(self, job: RouterJob) -> bool:
+    def _split(self, jobs: Iterable[RouterJob]) -> tuple[list[RouterJob], list[RouterJob]]:
+        """Return the jobs that may wait for room in any replica, and the others."""
+
         def at_work(number: int) -> bool:
             seat = self._fleet.seat(number)
             return seat is not None and seat.at_work
 
-        return self._dealer.may_wait(job, at_work)
+        patient, others = list[RouterJob](), list[RouterJob]()
+        for job in jobs:
+            (patient if self._dealer.may_wait(job, at_work) else others).append(job)
+        return patient, others
 
     def _fill(self, seats: Sequence[Seat]) -> Refused:
         """Deal jobs of the queue to those of these seats that are at work and have room; return
@@ -112,14 +115,23 @@ class Dispatcher:
         if self._filling or self._lifetime.closed:  # filling: a job was answered while it was dealt
             return refused
         self._filling = True
+        refusing = set[int]()  # seats that have refused all they were given
         try:
             while fleet.queue:
-                candidates = [seat.candidate for seat in seats if seat.at_work]
+                free = [s for s in seats if s.at_work and s.number not in refusing]
+                if any(seat.replica.error is not None for seat in free):
+                    self._lifetime.wake.set()  # it has died, and is not taken out yet
+                candidates = [seat.candidate for seat in free if seat.replica.error is None]
+                if not any(c.has_room_for(len(fleet.queue)) for c in candidates):
+                    break
                 shares = self._dealer.fill(fleet.queue, candidates, self._kept_seat())
                 if not shares:
                     break
                 for number, share in shares.items():
-                    refused += self._offer(number, share)
+                    refused_here = self._offer(number, share)
+                    refused += refused_here
+                    if len(refused_here) == len(share):
+                        refusing.add(number)
         finally:
             self._filling = False
         return refused
@@ -138,6 +150,8 @@ class Dispatcher:
         """Return the seat that is kept for suspects now, if there are any."""
         fleet = self._fleet
         wait = any(job.suspect for job in fleet.waiting)
+        for seat in fleet.seats:
+            seat.had_suspects = seat.had_suspects and any(job.suspect for job in seat.jobs)
         if not wait and not any(seat.had_suspects for seat in fleet.seats):
             return None
         return suspects_seat([seat.candidate for seat in fleet.seats if seat.at_work], wait)
@@ -168,6 +182,8 @@ class Dispatcher:
         fleet = self._fleet
         seat = fleet.seat(number)
         if seat is None:  # recorded, and gone
+            for job in share:
+                job.seat_known = False
             fleet.waiting += share
         elif not fleet.hand_over(seat, share):
             self._lifetime.wake.set()
@@ -177,25 +193,30 @@ class Dispatcher:
                 job.inner.add_done_callback(partial(self._answered, seat, job))
 
     def _answered(self, seat: Seat, job: RouterJob, inner: "Future[Completion]") -> None:
-        """Pass a replica's answer on to the caller. Runs on the replica's thread."""
-        fleet = self._fleet
-        with fleet.lock:
-            if job.inner is not inner:
-                return  # the replica was taken out: another has the request
-            error = None if inner.cancelled() else inner.exception()
-            if error is not None and seat.replica.error is not None and not self._lifetime.closed:
-                self._lifetime.wake.set()  # it died: the router gives the request to another
-                return
-            del seat.jobs[job]
-            job.inner = None
-            if not seat.jobs and any(waits.suspect for waits in fleet.waiting):
-                self._lifetime.wake.set()  # the seat is free for it
-            result: Completion | BaseException | None = error
-            if error is None and not inner.cancelled():
-                result = self._checked(seat, job, inner.result())
-            refused = self._fill([seat]) if fleet.queue else []
-        if result is not None:
-            job.settle(result)
+        """Pass a replica's answer on to the caller, and deal the replica what it has room for. Runs
+        on the replica's thread."""
+        result: Completion | BaseException | None = None
+        refused: Refused = []
+        try:
+            with self._fleet.lock:
+                if job.inner is not inner:
+                    return  # the replica was taken out: another has the request
+                error = None if inner.cancelled() else inner.exception()
+                dead = seat.replica.error is not None and not self._lifetime.closed
+                if error is not None and dead:
+                    self._lifetime.wake.set()  # the router gives the request to another
+                    return
+                del seat.jobs[job]
+                job.inner, result = None, error
+                if error is None and not inner.cancelled():
+                    result = self._checked(seat, job, inner.result())
+                if not seat.jobs and any(waits.suspect for waits in self._fleet.waiting):
+                    self._lifetime.wake.set()  # the seat is free for it
+                if self._fleet.queue:
+                    refused = self._fill([seat])
+        finally:
+            if result is not None:
+                job.settle(result)
         _settle(refused)
 
     def _checked(

@@ -186,7 +186,7 @@ class Fleet:
             seat.moved_at = now
         seat.had_suspects |= any(job.suspect for job in jobs)
         for job, inner in zip(jobs, inners, strict=True):
-            job.inner, job.dealt_at = inner, now
+            job.inner, job.dealt_at, job.seat_known = inner, now, False
             seat.jobs[job] = None
         return True
 

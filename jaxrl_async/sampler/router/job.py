@@ -29,6 +29,8 @@ class RouterJob:
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
     order: int = field(default_factory=itertools.count().__next__)  # of asking
+    seat_known: bool = False  # whether a recording was asked for this dealing's seat
+    recorded_seat: int | None = None  # what it said
     asked_at: float = 0.0  # by the router's clock, as the next
     dealt_at: float = 0.0  # to the replica that has it
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it

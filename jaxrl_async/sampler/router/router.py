@@ -281,7 +281,7 @@ class Router(Living):
             futures: list[Any] = [job.future for job in jobs]
             return [future.result() for future in futures]
         except BaseException:  # Ctrl-C too: the others are cancelled
-            for job in jobs:
+            for job in reversed(jobs):  # first those that wait: none of them gets a freed place
                 job.future.cancel()
             raise
 

@@ -197,12 +197,27 @@ def test_whoever_is_done_first_takes_the_next():
 
 def test_one_that_is_asked_later_but_is_more_urgent_is_dealt_first():
     router, _, _ = elastic(1)
-    router.start_many([numbered(2 * i) for i in range(12)])
-    router.start_many([replace(numbered(21), priority=(-1, 0))])
+    router.start_many([replace(numbered(2 * i), priority=(2, 0)) for i in range(12)])
+    router.start_many([replace(numbered(21), priority=(1, 0))])
     (only,) = router.samplers
     assert "r21" not in only.held_ids
     only.answer()
     assert only.held_ids[-1] == "r21"
+    router.start_many([replace(numbered(23), priority=(-1, 0))])
+    assert only.held_ids[-1] == "r23", "the replica's own queue puts it first"
+
+
+def test_one_that_has_died_and_is_not_taken_out_yet_is_dealt_nothing():
+    router, _, faults = elastic(2)
+    dead, well = router.samplers
+    dead.die(Disconnected("cut"))
+    futures = router.start_many([numbered(i) for i in range(30)])
+    assert len(well.held) == 5 and not router.fleet.waiting
+    while well.held:
+        well.answer()
+    assert all(f.result(0) for f in futures), "before the router has looked after it"
+    router.look()
+    assert router.samplers == (well,) and "redone_requests" not in counted(faults)
 
 
 def test_a_later_turn_goes_to_whoever_had_the_one_before_at_once():
