@@ -4,6 +4,7 @@ continues. Scripted replicas for the order of events, real samplers for the toke
 import asyncio
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 
 import jax
@@ -442,3 +443,24 @@ def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_d
     assert {s.version for s in router.samplers} == {6}
     channel.close()
     router.close()
+
+
+def test_in_a_replay_each_request_goes_where_it_was_each_time_that_it_was_dealt():
+    """Whatever room there is, and members of one group to several, as when a group was split."""
+    homes = {f"r{i}": deque([1 if i < 8 else 0, 0]) for i in range(12)}
+
+    def recorded(request_id):
+        return homes[request_id].popleft() if homes[request_id] else None
+
+    router = Router([ScriptedReplica("s0"), ScriptedReplica("s1")], recorded=recorded)
+    router.start(own_thread=False)
+    futures = router.start_many([request(7, request_id=f"r{i}") for i in range(12)])
+    first, second = router.samplers
+    assert second.held_ids == tuple(f"r{i}" for i in range(8))
+    assert first.held_ids == tuple(f"r{i}" for i in range(8, 12))
+    second.die()
+    router.look()
+    assert set(first.held_ids) == {f"r{i}" for i in range(12)}, "the second time"
+    while first.held:
+        first.answer()
+    assert all(f.result(0) for f in futures)
