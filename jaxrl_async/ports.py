@@ -152,8 +152,8 @@ class Replica(Protocol):
         ...
 
     @property
-    def usable(self) -> int:
-        """Number of requests that it can use before it is asked again (router/dealing.usable)."""
+    def rows(self) -> int:
+        """Number of those that draw in a step; `places` where that is not known."""
         ...
 
     @property

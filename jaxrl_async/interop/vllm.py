@@ -30,7 +30,6 @@ from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, Waiter, resolve
-from jaxrl_async.sampler.router.dealing import usable
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
@@ -120,9 +119,9 @@ class VllmSampler(Living):
         return self.settings.places
 
     @property
-    def usable(self) -> int:
+    def rows(self) -> int:
         """See ports.Replica."""
-        return usable(self.places, self.places)
+        return self.places
 
     @property
     def blamed(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """The simulated samplers: who is at work, who has which requests, who draws from which weights.
 
     queue ──> [ sampler: queue > places > blocks of K steps ] ... ──> finished answers
-                  ^ swap, between two blocks             └── leaves: its requests go to others
-                  └── sent by the trainer, or along a WeightTree
+                   ^ swap, between two blocks             └── leaves: its requests go to others
+                   └── sent by the trainer, or along a WeightTree
 
 Without a tree all samplers are threads of the run and stay: a version is sent to all at once, and
 the trainer waits with the next until it is taken. With one they may come and go (Turnover).
@@ -30,7 +30,7 @@ from jaxrl_async.plan.simulated_transfers import SimulatedTransfers
 from jaxrl_async.plan.simulated_turnover import SimulatedTurnover, check_wait
 from jaxrl_async.plan.timeline import Timeline
 from jaxrl_async.plan.weight_tree import Sending, WeightTree
-from jaxrl_async.sampler.router.dealing import Candidate, usable
+from jaxrl_async.sampler.router.dealing import Candidate
 
 NOBODY = 2**62
 """Load of a sampler to which nothing can be dealt."""
@@ -106,19 +106,18 @@ class SimulatedFleet:
         """Deal a group's answers to the least loaded sampler, once there is room
         (router/dealing.py)."""
         self._queue.append(fresh_sequences(group, lengths))
-        self._fill_all()
+        self._fill()
 
-    def _fill_all(self) -> None:
-        """Deal what waits while any sampler has room."""
-        while self._queue and self._wants_more(index := int(self.loads.argmin())):
+    def _fill(self, only: int | None = None) -> None:
+        """Deal what waits while any sampler has room, or `only` one."""
+        side = self._p.samplers
+        while self._queue:
+            index = int(self.loads.argmin()) if only is None else only
+            load, places = int(self.loads[index]), side.slots + side.reserve
+            candidate = Candidate(in_flight=load, places=places, rows=side.slots)
+            if not candidate.has_room_for(self._queue[0].shape[1] * len(self._queue)):
+                break
             self._deal(index, self._queue.popleft())
-
-    def _wants_more(self, index: int) -> bool:
-        side, load = self._p.samplers, int(self.loads[index])
-        places = side.slots + side.reserve
-        most = usable(places, side.slots)
-        candidate = Candidate(in_flight=load, places=places, usable=most)
-        return candidate.has_room_for(self._queue[0].shape[1] * len(self._queue))
 
     def _deal_again(self, groups: Sequence[Longs]) -> None:
         """Deal what a sampler that has gone leaves behind, in the order of asking: what has begun
@@ -132,7 +131,7 @@ class SimulatedFleet:
                 self._queue.appendleft(columns)
             else:
                 self._queue.append(columns)
-        self._fill_all()
+        self._fill()
 
     def _deal(self, index: int, columns: Longs, *, first: bool = False) -> None:
         """Deal answers of one group to a sampler.
@@ -268,8 +267,7 @@ class SimulatedFleet:
         done = sampler.drew(drawn)
         self.loads[sampler.number] -= len(done)
         self._round(sampler)
-        while self._queue and self._wants_more(sampler.number):
-            self._deal(sampler.number, self._queue.popleft())
+        self._fill(sampler.number)
         self._tell.on_finished(done)
 
     # ---- samplers that come and go
@@ -296,7 +294,7 @@ class SimulatedFleet:
         )
         self.totals.joins += 1
         self.loads[number] = 0
-        self._fill_all()
+        self._fill()
         self._raise_live()
 
     def _go(self, notice: bool) -> bool:

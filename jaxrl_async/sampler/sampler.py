@@ -50,7 +50,6 @@ from jaxrl_async.sampler.requests import (
     completion_of,
     resolve,
 )
-from jaxrl_async.sampler.router.dealing import usable
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
@@ -144,8 +143,8 @@ class Sampler(Living):
             )
         sources = sources or AdapterSources()
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
-        self.seed, self.places = setup.seed, setup.engine.spec.total_slots
-        self.usable = usable(self.places, setup.engine.spec.slots)
+        self.seed = setup.seed
+        self.places, self.rows = setup.engine.spec.total_slots, setup.engine.spec.slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
         self.loop = DecodeLoop(
             setup, self.lifetime, weights, version=version, prepared=prepared, sources=sources

@@ -29,7 +29,7 @@ class ScriptedReplica:
     has_logprobs = True
     seed = 0
     places = 4
-    usable = 5
+    rows = 2
 
     def __init__(self, name: str = "replica", *, replaceable: bool = True) -> None:
         self.name, self.replaceable = name, replaceable
@@ -107,6 +107,14 @@ class ScriptedReplica:
             completion.logprobs[0] = np.nan
         if future.set_running_or_notify_cancel():
             future.set_result(completion)
+
+    def answer_all(self) -> list[str]:
+        """Complete all requests, also those that come meanwhile; return their ids in order."""
+        answered = []
+        while self.held:
+            answered.append(self.held_ids[0])
+            self.answer()
+        return answered
 
     def die(self, error: BaseException | None = None) -> None:
         """End as a replica's thread does: set `error` and `blamed`, then fail the futures."""

@@ -136,7 +136,7 @@ void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_s
     for (int p = 0; p < kAll; ++p) Op::put(y + r * y_stride + p * kLanes, sums[r][p]);
 }
 
-template <typename Op, int P, int V = kParts, int R = P == 1 ? kRows * kParts / V : 2>
+template <typename Op, int P, int V, int R = P == 1 ? kRows * kParts / V : 2>
 void tile_of(int rows, const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
              int64_t depth, float* y, int64_t y_stride, bool first) {
   if constexpr (R > 0) {
@@ -146,26 +146,22 @@ void tile_of(int rows, const float* x, int64_t x_stride, const float* panels, in
   }
 }
 
-// Add all rows [n, depth * kInputs] times P panels to y [n, P * 32].
+// Add all rows [n, depth * kInputs] times P panels to y [n, P * 32]. Many rows take panels of more
+// than two vectors (short registers) by halves, for twice the rows of a tile.
 template <typename Op, int P>
 void all_rows(const float* x, int64_t n, int64_t x_stride, const float* panels,
               int64_t panel_stride, int64_t depth, float* y, int64_t y_stride, bool first) {
-  if constexpr (kParts > 2 && P == 1) {  // short registers: half a panel for twice the rows
-    if (n > kRows) {
-      constexpr int V = kParts / 2, kMost = kRows * kParts / V;
-      for (int64_t o = 0; o < kPanel; o += V * kLanes)
-        for (int64_t r = 0; r < n; r += kMost)
-          tile_of<Op, P, V>(static_cast<int>(std::min<int64_t>(kMost, n - r)), x + r * x_stride,
-                            x_stride, panels + o, panel_stride, depth, y + r * y_stride + o,
-                            y_stride, first);
-      return;
-    }
-  }
-  for (int64_t r = 0; r < n; r += kRows) {
-    const int rows = static_cast<int>(std::min<int64_t>(kRows, n - r));
-    tile_of<Op, P>(rows, x + r * x_stride, x_stride, panels, panel_stride, depth,
-                   y + r * y_stride, y_stride, first);
-  }
+  const auto by = [&](auto vectors) {
+    constexpr int V = decltype(vectors)::value, kMost = kRows * kParts / V;
+    for (int64_t o = 0; o < kPanel; o += V * kLanes)
+      for (int64_t r = 0; r < n; r += kMost)
+        tile_of<Op, P, V>(static_cast<int>(std::min<int64_t>(kMost, n - r)), x + r * x_stride,
+                          x_stride, panels + o, panel_stride, depth, y + r * y_stride + o,
+                          y_stride, first);
+  };
+  constexpr int kMany = (P == 1 && kParts > 2) ? kParts / 2 : kParts;
+  if (n <= kRows) return by(std::integral_constant<int, kParts>{});
+  by(std::integral_constant<int, kMany>{});
 }
 
 // ---- bits

@@ -109,10 +109,6 @@ class WaitingQueue(Generic[A]):
         self._others.clear()
         self._where.clear()
 
-    def by_arrival(self) -> list[A]:
-        """Return those in front, and then the others in the order of their arrival."""
-        return [*self._front, *self._where]
-
     def _oldest(self) -> A:
         """Return the one of the others that has waited longest; there is one."""
         return next(iter(self._where))

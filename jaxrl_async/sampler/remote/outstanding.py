@@ -24,7 +24,7 @@ from jaxrl_async.types import Completion, Partial, Request
 
 WIRE_PLACES = 3
 """Most requests that the sampler is sent, as a multiple of its places: its queue never runs dry
-while there are more, and those that wait here can go to a sampler that joins."""
+while there are more, and however many the router deals at once, the wire is not filled."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

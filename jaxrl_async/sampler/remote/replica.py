@@ -28,7 +28,6 @@ from jaxrl_async.sampler.remote.outstanding import (
 from jaxrl_async.sampler.remote.sending import SendLoop
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.requests import CLOSED_TOO_EARLY
-from jaxrl_async.sampler.router.dealing import usable
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request
 from jaxrl_async.wire.messages import (
@@ -104,9 +103,9 @@ class RemoteReplica:
         return self._outstanding.places
 
     @property
-    def usable(self) -> int:
+    def rows(self) -> int:
         """See ports.Replica."""
-        return usable(self.places, self.places)
+        return self.places
 
     @property
     def error(self) -> BaseException | None:

@@ -5,17 +5,23 @@ prefill: to the one that had their prefix last, unless it is much busier than th
 does a later turn (its key, and a longer prompt): to the one that had the turn before.
 Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
 
-No replica is dealt more than it can use (`usable`), though the last group goes to it whole: nobody
-knows how long answers will be, and whoever is done first takes the next.
+No replica is dealt more than it can use (Candidate.room), though the last group goes to it whole:
+nobody knows how long answers will be, and whoever is done first takes the next.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.router.job import RouterJob
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 AFFINITY_TOKENS = 32
 """Leading tokens that say which replica is likely to hold a request's prefix."""
@@ -29,24 +35,13 @@ TALKS = 65536
 """Conversations whose replica is remembered."""
 
 
-def usable(places: int, rows: int) -> int:
-    """Return how many requests a replica can use before it is asked again: while all rows draw, as
-    many others wait, in places or behind them, and a quarter more than its places at least.
-
-    Args:
-        places: Requests that it holds at once.
-        rows: Those that draw in a step.
-    """
-    return max(2 * rows, math.ceil(1.25 * places))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """What the choice depends on, of one replica at work."""
 
     in_flight: int  # requests dealt to it and not answered
     places: int  # requests that it holds at once
-    usable: int = 1  # requests that it is dealt at most
+    rows: int = 0  # of those that draw in a step
     seat: int = 0  # number of its seat
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
@@ -57,13 +52,16 @@ class Candidate:
 
     @property
     def room(self) -> int:
-        """Requests that may be dealt to it now; below 0: it has more than its share."""
-        return self.usable - self.in_flight
+        """Requests that may be dealt to it now; below 0: it has more than its share.
+
+        While all rows draw, as many others wait, in places or behind them, and a quarter more than
+        its places at least.
+        """
+        return max(2 * self.rows, math.ceil(1.25 * self.places)) - self.in_flight
 
     def has_room_for(self, waiting: int) -> bool:
         """Return whether it has room for so many waiting requests, or for enough to deal some."""
-        enough = min(self.places // REFILL, self.usable, waiting)
-        return self.room >= max(1, enough)
+        return self.room >= max(1, min(self.places // REFILL, waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +109,8 @@ class Dealer:
         is chosen."""
         self._recorded = recorded
         self._homes: dict[bytes, int] = {}
-        self._talks: dict[tuple[int, int] | None, tuple[int, int]] = {}  # seat, prompt tokens
+        # by key: the seat, and the tokens of the prompt
+        self._talks: dict[tuple[int, int] | None, tuple[int, int]] = {}
 
     def may_wait(self, job: RouterJob, at_work: Callable[[int], bool]) -> bool:
         """Return whether a job waits here for room in any replica.
@@ -146,10 +145,7 @@ class Dealer:
         free = {c.seat: c for c in candidates if c.seat != kept and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
-            group = _next_group(queue)
-            seat = self._seat_of(group, list(free.values()))
-            shares.setdefault(seat, []).extend(group)
-            free[seat] = replace(free[seat], in_flight=free[seat].in_flight + len(group))
+            seat = self._place(_next_group(queue), free, shares)
             if free[seat].room <= 0:
                 del free[seat]
         return shares
@@ -183,11 +179,21 @@ class Dealer:
             deal.waiting.extend(others)
             return deal
         for group in [others] if together and others else self._groups(others):
-            seat = self._seat_of(group, list(free.values()))
-            deal.shares.setdefault(seat, []).extend(group)
-            if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
-                free[seat] = replace(dealt, in_flight=dealt.in_flight + len(group))
+            self._place(group, free, deal.shares)
         return deal
+
+    def _place(
+        self,
+        group: Sequence[RouterJob],
+        free: dict[int, Candidate],
+        shares: dict[int, list[RouterJob]],
+    ) -> int:
+        """Add jobs that stay together to a seat's share, and to its load; return the seat."""
+        seat = self._seat_of(group, list(free.values()))
+        shares.setdefault(seat, []).extend(group)
+        if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
+            free[seat] = replace(dealt, in_flight=dealt.in_flight + len(group))
+        return seat
 
     def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
         """Return the seat for jobs that stay together."""
@@ -201,7 +207,11 @@ class Dealer:
         home = self._home_of_talk(job)
         home = self._homes.get(prefix) if home is None else home
         index = choose(candidates, seats.index(home) if home in seats else None, len(group))
-        self._remember(prefix, group, seats[index])
+        _remember(self._homes, prefix, seats[index], REMEMBERED)
+        for request in (job.request for job in group):
+            if request.key is not None:
+                talk = seats[index], len(request.token_ids)
+                _remember(self._talks, request.key, talk, TALKS)
         return seats[index]
 
     def _recorded_seat(self, job: RouterJob) -> int | None:
@@ -225,29 +235,21 @@ class Dealer:
         seat, before = self._talks.get(job.request.key, (None, 0))
         return seat if len(job.request.token_ids) > before else None
 
-    def _remember(self, prefix: bytes, group: Sequence[RouterJob], seat: int) -> None:
-        """Make this the seat that had the prefix and these turns last; forget the oldest of too
-        many."""
-        self._homes.pop(prefix, None)
-        self._homes[prefix] = seat
-        if len(self._homes) > REMEMBERED:
-            del self._homes[next(iter(self._homes))]
-        for request in (job.request for job in group if job.request.key is not None):
-            self._talks.pop(request.key, None)
-            self._talks[request.key] = seat, len(request.token_ids)
-            if len(self._talks) > TALKS:
-                del self._talks[next(iter(self._talks))]
+
+def _remember(table: dict[K, V], key: K, value: V, most: int) -> None:
+    """Keep a value as the newest; forget the oldest of more than `most`."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
 
 
 def _next_group(queue: WaitingQueue[RouterJob]) -> list[RouterJob]:
     """Take the next job out of the queue, and those of equal prompts right behind it."""
     group: list[RouterJob] = []
-    content = b""
     while (job := queue.head()) is not None:
-        tokens = job.request.token_ids.tobytes()
-        if group and tokens != content:
+        if group and not np.array_equal(job.request.token_ids, group[0].request.token_ids):
             break
         queue.admit(job)
         group.append(job)
-        content = tokens
     return group

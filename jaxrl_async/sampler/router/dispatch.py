@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.router.dealing import Dealer, suspects_seat
+from jaxrl_async.sampler.router.dealing import Candidate, Dealer, suspects_seat
 from jaxrl_async.sampler.router.fleet import Fleet, Seat
 from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.types import Completion
@@ -43,7 +43,7 @@ class Dispatcher:
             self._lifetime.check_open("the samplers are closed")
             now = fleet.clock()
             for job in jobs:
-                job.asked_at = job.dealt_at = now
+                job.asked_at = now
             patient, others = ([], jobs) if together else self._split(jobs)
             try:
                 self._deal(others, together)
@@ -111,17 +111,15 @@ class Dispatcher:
     def _fill(self, seats: Sequence[Seat]) -> Refused:
         """Deal jobs of the queue to those of these seats that are at work and have room; return
         those that a healthy replica refuses."""
-        fleet, refused = self._fleet, list[tuple[RouterJob, Exception]]()
+        fleet = self._fleet
+        refused: Refused = []
         if self._filling or self._lifetime.closed:  # filling: a job was answered while it was dealt
             return refused
         self._filling = True
         refusing = set[int]()  # seats that have refused all they were given
         try:
             while fleet.queue:
-                free = [s for s in seats if s.at_work and s.number not in refusing]
-                if any(seat.replica.error is not None for seat in free):
-                    self._lifetime.wake.set()  # it has died, and is not taken out yet
-                candidates = [seat.candidate for seat in free if seat.replica.error is None]
+                candidates = self._candidates(s for s in seats if s.number not in refusing)
                 if not any(c.has_room_for(len(fleet.queue)) for c in candidates):
                     break
                 shares = self._dealer.fill(fleet.queue, candidates, self._kept_seat())
@@ -150,11 +148,18 @@ class Dispatcher:
         """Return the seat that is kept for suspects now, if there are any."""
         fleet = self._fleet
         wait = any(job.suspect for job in fleet.waiting)
-        for seat in fleet.seats:
-            seat.had_suspects = seat.had_suspects and any(job.suspect for job in seat.jobs)
-        if not wait and not any(seat.had_suspects for seat in fleet.seats):
+        if not wait and not any(seat.has_suspects for seat in fleet.seats):
             return None
-        return suspects_seat([seat.candidate for seat in fleet.seats if seat.at_work], wait)
+        return suspects_seat(self._candidates(fleet.seats), wait)
+
+    def _candidates(self, seats: Iterable[Seat]) -> list[Candidate]:
+        """Return the loads of those that jobs can be dealt to; have one looked after that has died
+        and is not taken out yet."""
+        at_work = [seat for seat in seats if seat.at_work]
+        living = [seat for seat in at_work if seat.replica.error is None]
+        if len(living) < len(at_work):
+            self._lifetime.wake.set()
+        return [seat.candidate for seat in living]
 
     def _deal(self, jobs: Sequence[RouterJob], together: bool = False) -> None:
         """Give each job to a replica at work, room or not; it waits if none can take it.
@@ -166,7 +171,7 @@ class Dispatcher:
         fleet = self._fleet
         deal = self._dealer.deal(
             jobs,
-            [seat.candidate for seat in fleet.seats if seat.at_work],
+            self._candidates(fleet.seats),
             suspects_wait=any(job.suspect for job in fleet.waiting),
             together=together,
         )
@@ -206,8 +211,8 @@ class Dispatcher:
                 if error is not None and dead:
                     self._lifetime.wake.set()  # the router gives the request to another
                     return
-                del seat.jobs[job]
-                job.inner, result = None, error
+                self._fleet.release(seat, job)
+                result = error
                 if error is None and not inner.cancelled():
                     result = self._checked(seat, job, inner.result())
                 if not seat.jobs and any(waits.suspect for waits in self._fleet.waiting):

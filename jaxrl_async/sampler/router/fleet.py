@@ -50,7 +50,7 @@ class Seat:
     up_at: float  # when the replica began
     moved_at: float  # when it last made progress, or got work
     jobs: dict[RouterJob, None] = field(default_factory=dict)  # unanswered, in the order of dealing
-    had_suspects: bool = False  # whether a request under suspicion was ever dealt here
+    has_suspects: bool = False  # whether a request under suspicion is among them
     work_done: tuple[int, ...] = ()  # see ReplicaStats.work_done
     before: ReplicaStats | None = None  # of the replicas that sat here before
     nonfinite: int = 0  # refused completions in a row
@@ -77,8 +77,8 @@ class Seat:
             seat=self.number,
             in_flight=len(self.jobs),
             places=self.replica.places,
-            usable=self.replica.usable,
-            tries_suspect=self.had_suspects and any(job.suspect for job in self.jobs),
+            rows=self.replica.rows,
+            tries_suspect=self.has_suspects,
         )
 
 
@@ -126,10 +126,10 @@ class Fleet:
     @property
     def num_jobs(self) -> int:
         """Number of requests that are not answered."""
-        return self.num_waiting + sum(len(seat.jobs) for seat in self.seats)
+        return self.num_undealt + sum(len(seat.jobs) for seat in self.seats)
 
     @property
-    def num_waiting(self) -> int:
+    def num_undealt(self) -> int:
         """Number of requests that no replica has."""
         return len(self.waiting) + len(self.queue)
 
@@ -147,7 +147,7 @@ class Fleet:
         """Return one reading of all replicas, including those that were replaced, or are gone, and
         of the requests that wait for one."""
         with self.lock:
-            return self._totals.read(self._readings()).with_waiting(self.num_waiting)
+            return self._totals.read(self._readings()).with_waiting(self.num_undealt)
 
     def join(self, replica: Replica) -> int:
         """Give a replica a seat of its own; return the seat's number."""
@@ -155,7 +155,7 @@ class Fleet:
             self._totals.change(self._readings())
             number, self._next_number = self._next_number, self._next_number + 1
             self._seat(number, replica)
-            waiting = self.num_waiting
+            waiting = self.num_undealt
         self._count("samplers_joined", 1)
         log.info("sampler %d has joined: %s; %d requests wait", number, replica, waiting)
         return number
@@ -184,11 +184,19 @@ class Fleet:
         now = self.clock()
         if not seat.jobs:
             seat.moved_at = now
-        seat.had_suspects |= any(job.suspect for job in jobs)
+        seat.has_suspects |= any(job.suspect for job in jobs)
         for job, inner in zip(jobs, inners, strict=True):
             job.inner, job.dealt_at, job.seat_known = inner, now, False
             seat.jobs[job] = None
         return True
+
+    @staticmethod
+    def release(seat: Seat, job: RouterJob) -> None:
+        """Take a job off the replica in this seat, which has answered it."""
+        del seat.jobs[job]
+        job.inner = None
+        if job.suspect:
+            seat.has_suspects = any(other.suspect for other in seat.jobs)
 
     def draws_well(self, seat: Seat) -> None:
         """Reset the count of refused completions: one was passed on."""
@@ -315,6 +323,7 @@ class Fleet:
             seat.out_at = self.clock()
             jobs = list(seat.jobs)
             seat.jobs.clear()
+            seat.has_suspects = False
             moved = self._judge(seat, kind, jobs)
             for job in jobs:
                 job.inner = None

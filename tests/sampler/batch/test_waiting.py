@@ -90,7 +90,7 @@ def test_the_queue_does_as_its_rules_say(steps, overtakes) -> None:
             rules.remove(gone)
             assert gone not in queue
         assert len(queue) == len(rules.front) + len(rules.others)
-        assert queue.by_arrival() == [*rules.front, *rules.others]
+        assert [*queue.front(), *queue._where] == [*rules.front, *rules.others]
         by_priority = sorted(rules.others, key=lambda one: one.request.priority)
         assert list(queue) == [*rules.front, *by_priority]
 

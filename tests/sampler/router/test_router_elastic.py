@@ -79,8 +79,7 @@ def test_requests_wait_for_the_first_sampler_and_are_checked_without_one():
     assert router.join(first) == 0
     router.look()
     assert first.starts == 1 and first.held_ids == ("r0", "r1", "r2")
-    while first.held:
-        first.answer()
+    first.answer_all()
     assert [f.result(0).request_id for f in futures] == ["r0", "r1", "r2"]
     assert counted(faults) == {"samplers_joined": 1}
 
@@ -97,8 +96,7 @@ def test_a_leaving_samplers_requests_continue_where_they_were():
     moved = {getattr(g, "request", g).request_id: g for g, _ in second.held}
     assert isinstance(moved[mine[0]], Partial) and len(moved[mine[0]].token_ids) == 1
     assert not isinstance(moved[mine[1]], Partial), "it had drawn nothing"
-    while second.held:
-        second.answer()
+    second.answer_all()
     assert all(f.result(0) for f in futures)
     assert counted(faults) == {"samplers_joined": 2, "samplers_left": 1, "moved_requests": 1}
 
@@ -130,8 +128,7 @@ def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again()
     assert len(second.held) == 4 and router.living == 1
     assert router.join(remote("s2")) == 2
     assert [seat.number for seat in router.fleet.seats] == [1, 2]
-    while second.held:
-        second.answer()
+    second.answer_all()
     assert all(f.result(0) for f in futures)
     assert counted(faults) == {
         "samplers_joined": 3, "samplers_cut_off": 1, "redone_requests": 2
@@ -150,8 +147,7 @@ def test_whoever_joins_gets_its_share_of_what_waits():
     assert len(first.held) == 6, "what it has stays"
     assert second.held_ids == tuple(r.request_id for r in groups[6:12])
     for sampler in (first, second):
-        while sampler.held:
-            sampler.answer()
+        sampler.answer_all()
     assert [f.result(0).request_id for f in futures] == [r.request_id for r in groups]
 
 
@@ -171,11 +167,7 @@ def test_requests_of_one_that_has_gone_overtake_those_that_nobody_has_begun(leav
     router.look()
     assert list(second.held_ids) == under_way + at_once, "what may have begun goes on at once"
     order = [*under_way, *at_once, *returned, *(f"r{i}" for i in range(10, 20))]
-    answered = []
-    while second.held:
-        answered.append(second.held_ids[0])
-        second.answer()
-    assert answered == order, "in the order of asking"
+    assert second.answer_all() == order, "in the order of asking"
     assert all(f.result(0) for f in futures)
 
 
@@ -190,8 +182,7 @@ def test_whoever_is_done_first_takes_the_next():
         most = max(most, len(quick.held))
     assert len(slow.held) == 5 and router.num_waiting == 5 and most == 5
     assert quick.blocks == 35
-    while slow.held:
-        slow.answer()
+    slow.answer_all()
     assert [f.result(0).request_id for f in futures] == [f"r{i}" for i in range(40)]
 
 
@@ -213,8 +204,7 @@ def test_one_that_has_died_and_is_not_taken_out_yet_is_dealt_nothing():
     dead.die(Disconnected("cut"))
     futures = router.start_many([numbered(i) for i in range(30)])
     assert len(well.held) == 5 and not router.fleet.waiting
-    while well.held:
-        well.answer()
+    well.answer_all()
     assert all(f.result(0) for f in futures), "before the router has looked after it"
     router.look()
     assert router.samplers == (well,) and "redone_requests" not in counted(faults)
@@ -251,8 +241,7 @@ def test_the_time_in_the_queue_is_part_of_a_completions_times():
     futures = router.start_many([numbered(i) for i in range(6)])
     (only,) = router.samplers
     clock.advance(2.5)
-    while only.held:
-        only.answer()
+    only.answer_all()
     first, last = futures[0].result(0), futures[5].result(0)
     assert (first.queued_s, first.first_token_s, first.latency_s) == (0.0, 0.0, 0.0)
     assert (last.queued_s, last.first_token_s, last.latency_s) == (2.5, 2.5, 2.5)
@@ -272,8 +261,7 @@ def test_what_a_replica_refuses_when_there_is_room_fails_alone():
     only = Picky("picky", replaceable=False)
     router.join(only)
     futures = router.start_many([numbered(i) for i in range(12)])
-    while only.held:
-        only.answer()
+    only.answer_all()
     assert str(futures[9].exception(0)) == "not r9" and router.num_waiting == 0
     assert sum(f.exception(0) is None for f in futures) == 11
 
@@ -383,8 +371,7 @@ def test_one_that_hangs_or_draws_nan_is_removed_for_good():
     well.blocks += 1
     router.look()
     assert router.samplers == (well,) and hung.abandoned and nan.abandoned
-    while well.held:
-        well.answer()
+    well.answer_all()
     assert all(f.result(0) for f in futures)
     assert counted(faults)["sampler_hangs"] == 1
 
@@ -414,8 +401,7 @@ def test_a_request_that_kills_processes_is_refused_in_the_end_and_alone():
             if "r3" in sampler.held_ids:
                 sampler.die(Disconnected("killed"))  # with all that it had
             else:
-                while sampler.held:
-                    sampler.answer()
+                sampler.answer_all()
         router.look()
         while router.living < 2:
             router.join(remote())
