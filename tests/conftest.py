@@ -3,10 +3,12 @@
 import atexit
 import gc
 import os
+import random
 import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,9 +46,34 @@ settings.register_profile(  # pytest -n0 --timeout=0 --hypothesis-profile=long -
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with most slow tests first, so that two workers end at about the same time."""
+MANY = 20
+"""Slow tests in a file that begins before the others."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help="skip the tests that would begin after this time since the epoch (date +%%s), and say so",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip(f"{item.path.name}: the time that --until allows was over")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with most slow tests first, so that two workers end at about the same time. Where time
+    is limited the order of the others changes each day, so that none is always left out."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    until = config.getoption("until")
+    if until is not None:
+        others = sorted({item.path for item in items if slow[item.path] < MANY})
+        random.Random(until // 86_400).shuffle(others)
+        slow.update({path: -len(items) * n for n, path in enumerate(others, 1)})
     items.sort(key=lambda item: -slow[item.path])
 
 
