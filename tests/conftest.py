@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--until",
         type=float,
         metavar="SECONDS",
-        help="skip the tests that would begin after this time since the epoch (date +%%s), and say so",
+        help="skip the tests that would begin after this time (date +%%s), and say so",
     )
 
 

@@ -51,7 +51,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         mesh_utils, "create_device_mesh", lambda shape, devices: real(shape, devices[:1])
     )
-    # Each of its steps multiplies matrices of 4096 to seem busy, whose result it adds and takes off.
+    # Each of its steps multiplies matrices of 4096 to seem busy, adds the result and takes it off.
     monkeypatch.setattr(mock, "jnp", Idle())
     return lambda slots: mock.TestEngine(batch_size=slots, cache_length=64, weight=1.0)
 
