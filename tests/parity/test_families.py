@@ -493,7 +493,7 @@ def test_experts_divided_over_a_mesh_give_the_same(checkpoint) -> None:
     ids = np.tile(tokens(), (4, 1))
     settings = settings_on(mesh, alone.spec, dtype=jnp.float32, attention="auto")
     np.testing.assert_allclose(
-        trained_logprobs(split, ids, settings), trained_logprobs(alone, ids), atol=1e-5, rtol=0
+        trained_logprobs(split, ids, settings), trained_logprobs(alone, ids), atol=4e-5, rtol=0
     )
 
 
