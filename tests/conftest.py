@@ -69,12 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with most slow tests first, so that two workers end at about the same time. Where time
     is limited the order of the others changes each day, so that none is always left out."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    until = config.getoption("until")
-    if until is not None:
-        others = sorted({item.path for item in items if slow[item.path] < MANY})
-        random.Random(until // 86_400).shuffle(others)
-        slow.update({path: -len(items) * n for n, path in enumerate(others, 1)})
-    items.sort(key=lambda item: -slow[item.path])
+    places: dict[Path, float] = {item.path: -slow[item.path] for item in items}
+    if (until := config.getoption("until")) is not None:
+        draw = random.Random(until // 86_400)
+        places |= {path: draw.random() for path in sorted(places) if slow[path] < MANY}
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

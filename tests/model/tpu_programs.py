@@ -199,19 +199,16 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
         }
     )
     jax.config.update("jax_exec_time_optimization_effort", -1.0)
-    try:
-        return compiled(
-            step.accumulate,
-            params,
-            GradSum(params, scalar(jnp.float32)),
-            batch,
-            PolicyContext(
-                scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
-            ),
-            frozen,
-        )
-    finally:
-        jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    found = compiled(
+        step.accumulate,
+        params,
+        GradSum(params, scalar(jnp.float32)),
+        batch,
+        PolicyContext(scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))),
+        frozen,
+    )
+    jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    return found
 
 
 def optimizer_step(*offload: str) -> dict[str, Any]:

@@ -492,6 +492,7 @@ def test_experts_divided_over_a_mesh_give_the_same(checkpoint) -> None:
     alone, split = Policy.from_pretrained(folder), Policy.from_pretrained(folder, mesh=mesh)
     ids = np.tile(tokens(), (4, 1))
     settings = settings_on(mesh, alone.spec, dtype=jnp.float32, attention="auto")
+    # Delta nets divided over devices round differently, by 1.7e-5 at one token without AVX-512.
     np.testing.assert_allclose(
         trained_logprobs(split, ids, settings), trained_logprobs(alone, ids), atol=4e-5, rtol=0
     )

@@ -283,10 +283,11 @@ DELTA = (
 @pytest.mark.parametrize(
     "more",
     [
+        (),
         ("model.lora={rank: 4, alpha: 16, base: int8}",),
         ("model={dtype: bfloat16, param_dtype: bfloat16, remat: dots, balance: {loss: 0.01}}",),
     ],
-    ids=["adapter", "bfloat16"],
+    ids=["whole", "adapter", "bfloat16"],
 )
 def test_gated_delta_nets_learn_from_given_answers(runs: Path, more: tuple) -> None:
     name = f"delta{len(str(more))}"

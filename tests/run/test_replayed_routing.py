@@ -208,6 +208,7 @@ def test_a_sampler_of_fewer_bits_agrees_better_where_its_experts_are_replayed(nu
 
 
 MESHES = (
+    {"data": 2, "expert": 2}, {"fsdp": 2, "context": 2}, {"tensor": 2, "expert": 2},
     {"context": 2, "expert": 4}, {"data": 2, "fsdp": 2, "tensor": 2},
 )  # fmt: skip
 

@@ -53,7 +53,7 @@ def check(spec: ModelSpec, params: Params, asked: list[Request], done: list[Comp
     for wish, answer in zip(asked, done, strict=True):
         ids = np.concatenate([wish.token_ids, answer.token_ids])
         wanted = logprobs_of(spec, params, ids)[len(wish.token_ids) :]
-        # The two forms of the rule round differently, by up to 5e-5 on a CPU without AVX-512.
+        # The two forms of the rule round differently, by 5e-5 at one token without AVX-512.
         np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4, err_msg=wish.request_id)
 
 
@@ -77,6 +77,7 @@ def drawn(spec: ModelSpec, asked: list[Request], **settings: Any) -> list[Comple
         *(
             pytest.param(family, settings, 18, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for family, settings in (
+                ("qwen3_5_text", {}),
                 ("qwen3_5_moe_text", {"reserve": 1.0}),
                 ("qwen3_next", {"kv_memory_mib": 0.06}),
                 ("qwen3_5_text", {"attention": "ragged", "block": 3}),

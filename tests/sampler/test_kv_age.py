@@ -268,7 +268,7 @@ def test_the_same_where_a_layer_has_a_window_and_keeps_its_pages_alone(mode) -> 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_of_much_more_traffic(mode, window) -> None:
-    for seed in range(100, 104 if window else 110):
+    for seed in range(100, 110 if window else 130):
         driven = driven_by_numpy(mode, pages=(16 if window else 8) + seed % 24, window=window)
         play(driven, seed, events=300)
         own_tokens(driven.asked)
