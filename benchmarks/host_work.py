@@ -3,16 +3,19 @@
     python benchmarks/host_work.py [--episodes 128 2048 8192]
 
 Groups of 8 made-up answers of one turn, with lengths of a long tail, go through what a step of the
-main job calls, in its order: the buffer (admission, hand-in, draw, ledger on disk), the shaping,
-the packing into rows, the advantages, the step's measures. Nothing runs on a device. The columns
-are CPU milliseconds of the thread for 1,000 episodes, medians of the repeats; `median_s`, `least_s`
-and `most_s` are CPU seconds of all of it for 1,000 episodes.
+main job calls: the dealing of their requests to two samplers (by a router that has dealt so many
+before that it forgets the oldest conversations), the buffer (admission, hand-in, draw, ledger on
+disk), the shaping, the packing into rows, the advantages, the step's measures. Nothing runs on a
+device. The columns are CPU milliseconds of the thread for 1,000 episodes, medians of the repeats;
+`median_s`, `least_s` and `most_s` are CPU seconds of all of it for 1,000 episodes.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from jaxrl_async.algorithms.shaping import shape
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
+from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.router.dealing import TALKS, Candidate, Dealer
+from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.step_data import pack_step
@@ -33,7 +39,9 @@ from jaxrl_async.types import (
     Draw,
     Episode,
     EpisodeGroup,
+    IntArray,
     Prompt,
+    Request,
     Score,
     StopReason,
     Ticket,
@@ -42,7 +50,7 @@ from jaxrl_async.types import (
 GROUP = 8
 SHORT, LONG = (160, 32, 24, 128), (2048, 64, 200, 1984)
 """Tokens of a row, of a prompt; median and most of an answer."""
-PARTS = ("buffer", "shape", "pack", "credit", "measures")
+PARTS = ("deal", "buffer", "shape", "pack", "credit", "measures")
 
 
 def main() -> None:
@@ -53,11 +61,12 @@ def main() -> None:
     if args.quick:
         args.episodes = [64]
     rows: list[Row] = []
+    router = LongDealing()
     for sizes in (SHORT, LONG):
         for episodes in args.episodes:
             groups = made_up(episodes // GROUP, *sizes[1:])
-            one_step(groups, sizes[0])
-            runs = [one_step(groups, sizes[0]) for _ in range(max(args.repeats, 1))]
+            one_step(groups, sizes[0], router)
+            runs = [one_step(groups, sizes[0], router) for _ in range(max(args.repeats, 1))]
             scale = 1000 / episodes
             total = spread([sum(run.values()) * scale for run in runs])
             rows.append(
@@ -114,7 +123,41 @@ def episode_of(asked: Any, length: int, rng: np.random.Generator) -> Episode:
     )
 
 
-def one_step(groups: list[EpisodeGroup], row_length: int) -> dict[str, float]:
+class LongDealing:
+    """The router's dealing to two samplers, after more conversations than it remembers."""
+
+    def __init__(self) -> None:
+        self._dealer, self._numbers = Dealer(), count()
+        prompt = np.zeros(1, np.int32)
+        for _ in range(2 * TALKS // GROUP):
+            self.deal(self.jobs(prompt))
+
+    def jobs(self, prompt: IntArray) -> list[RouterJob]:
+        """Make the requests of a new group of this prompt."""
+        group = next(self._numbers)
+        return [
+            RouterJob(
+                request=Request(
+                    request_id=f"g{group}/m{member}/t0",
+                    token_ids=prompt,
+                    max_new_tokens=1,
+                    key=(group, member),
+                ),
+                future=Future(),
+            )
+            for member in range(GROUP)
+        ]
+
+    def deal(self, jobs: Sequence[RouterJob]) -> None:
+        """Deal requests to samplers that have room for all."""
+        queue: WaitingQueue[RouterJob] = WaitingQueue()
+        queue.add(job for job in jobs if self._dealer.may_wait(job, bool))
+        samplers = [Candidate(in_flight=0, places=len(jobs), seat=seat) for seat in (0, 1)]
+        shares = self._dealer.fill(queue, samplers)
+        assert sum(map(len, shares.values())) == len(jobs)
+
+
+def one_step(groups: list[EpisodeGroup], row_length: int, router: LongDealing) -> dict[str, float]:
     """Do a step's host work; return CPU seconds of each part."""
     taken: dict[str, float] = {}
 
@@ -134,6 +177,8 @@ def one_step(groups: list[EpisodeGroup], row_length: int) -> dict[str, float]:
         kl=kl.resolve(algorithm.kl),
         columns=frozenset(),
     )
+    jobs = [job for group in groups for job in router.jobs(group.prompt.token_ids)]
+    timed("deal", lambda: router.deal(jobs))
     with tempfile.TemporaryDirectory() as folder:
         draw = timed("buffer", lambda: through_buffer(groups, Path(folder)))
     shaped = timed("shape", lambda: shape(step_data(draw.groups), ()))

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compile_flags import QUICK_COMPILE
 from hypothesis import HealthCheck, settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"
-os.environ.setdefault(
-    "XLA_FLAGS",  # compiling takes most of the time: quick code generation, and half as much of it
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false",
-)
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {QUICK_COMPILE}")
 # What one test file, or a process that it starts, has compiled need not be compiled again.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="jaxrl-tests-")

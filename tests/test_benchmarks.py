@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compile_flags import QUICK_COMPILE
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -25,8 +26,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     name, *flags = name.split()
     file = tmp_path / "result.json"
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    env = {**os.environ, "XLA_FLAGS": quick}  # without forced devices: each has its own
+    env = {**os.environ, "XLA_FLAGS": QUICK_COMPILE}  # without forced devices: each has its own
     done = subprocess.run(
         [sys.executable, BENCHMARKS / f"{name}.py", *flags, "--quick", "--json", file],
         capture_output=True,

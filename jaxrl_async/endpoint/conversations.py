@@ -8,6 +8,7 @@ Messages come in whole with every call. If those up to the last answer are those
 with its answer, as it was returned, then the prompt begins with the very tokens of that call.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -88,7 +89,8 @@ class Conversations:
     def __init__(self) -> None:
         self.responses = TurnLog()
         self._lock = Lock()
-        self._said: dict[bytes, list[_Said]] = {}  # by the digest of the messages, answer included
+        # by the digest of the messages, answer included
+        self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
         self._count = 0
 
     def prompt(
@@ -134,5 +136,5 @@ class Conversations:
             self._said.setdefault(digest, []).append(said)
             self._count += len(tokens)
             while self._count > MAX_REMEMBERED:
-                oldest = self._said.pop(next(iter(self._said)))
+                _, oldest = self._said.popitem(last=False)
                 self._count -= sum(len(said.tokens) for said in oldest)

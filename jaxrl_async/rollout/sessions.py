@@ -16,6 +16,7 @@ import math
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -513,7 +514,7 @@ class Sessions:
         self._max_open, self._clock, self._count = max_open, clock, count
         self._lock = threading.Lock()
         self._open: dict[str, PolicySession] = {}
-        self._past: dict[str, str] = {}  # why the last ones ended, by key
+        self._past: OrderedDict[str, str] = OrderedDict()  # why the last ones ended, by key
         self._closed = False
 
     def open(
@@ -595,7 +596,7 @@ class Sessions:
             self._open.pop(session.key, None)
             self._past[session.key] = reason
             while len(self._past) > self._max_open:
-                del self._past[next(iter(self._past))]
+                self._past.popitem(last=False)
 
 
 def _parts(parts: Mapping[str, float]) -> dict[str, float]:

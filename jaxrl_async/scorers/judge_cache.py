@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +27,7 @@ class JudgeCache:
     """Scores by question, in memory and, once `open` was called, in a file. Thread safe."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Scores] = {}
+        self._known: OrderedDict[str, Scores] = OrderedDict()
         self._lock = threading.Lock()
         self._file: TextIO | None = None
 
@@ -35,7 +36,7 @@ class JudgeCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             early, torn = self._known, 0
-            self._known = {}
+            self._known = OrderedDict()
             if path.exists():
                 with path.open(encoding="utf-8", errors="replace") as lines:
                     for line in lines:
@@ -73,7 +74,7 @@ class JudgeCache:
     def _remember(self, key: str, scores: Scores) -> None:
         self._known[key] = scores
         while len(self._known) > MOST_KEPT:
-            del self._known[next(iter(self._known))]
+            self._known.popitem(last=False)
 
     def _remember_line(self, line: str) -> bool:
         """Return whether the line held a question and its scores."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compile_flags import QUICK_COMPILE
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -151,7 +152,7 @@ class FetchProcess:
 
     def __init__(self, **section) -> None:
         env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}"}
-        env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        env["XLA_FLAGS"] = QUICK_COMPILE
         self._process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(section)],
             stdin=subprocess.PIPE,

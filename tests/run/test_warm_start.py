@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compile_flags import QUICK_COMPILE
 from safetensors.numpy import load_file
 
 from jaxrl_async.config.load import load
@@ -151,7 +152,7 @@ def test_train_works_on_another_thread_than_the_main_one(
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "PJRT_NPROC")}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
     command = [sys.executable, "-m", "jaxrl_async.train", *words(folder, *overrides)]
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from builders import tiny_params, tiny_spec
+from compile_flags import QUICK_COMPILE
 from safetensors.numpy import load_file
 
 from jaxrl_async.config.load import load
@@ -38,7 +39,7 @@ TINY = (
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # devices of their own
+    "XLA_FLAGS": QUICK_COMPILE,  # devices of their own
 }
 REWARD = """
 import time

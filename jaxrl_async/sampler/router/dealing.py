@@ -11,6 +11,7 @@ nobody knows how long answers will be, and whoever is done first takes the next.
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -108,9 +109,9 @@ class Dealer:
         """recorded: in a replay, returns the seat of a request; if it returns None, one
         is chosen."""
         self._recorded = recorded
-        self._homes: dict[bytes, int] = {}
+        self._homes: OrderedDict[bytes, int] = OrderedDict()
         # by key: the seat, and the tokens of the prompt
-        self._talks: dict[tuple[int, int] | None, tuple[int, int]] = {}
+        self._talks: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
 
     def may_wait(self, job: RouterJob, at_work: Callable[[int], bool]) -> bool:
         """Return whether a job waits here for room in any replica.
@@ -236,12 +237,12 @@ class Dealer:
         return seat if len(job.request.token_ids) > before else None
 
 
-def _remember(table: dict[K, V], key: K, value: V, most: int) -> None:
+def _remember(table: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     """Keep a value as the newest; forget the oldest of more than `most`."""
-    table.pop(key, None)
     table[key] = value
+    table.move_to_end(key)
     if len(table) > most:
-        del table[next(iter(table))]
+        table.popitem(last=False)  # a dict would look for its oldest past all that were removed
 
 
 def _next_group(queue: WaitingQueue[RouterJob]) -> list[RouterJob]:

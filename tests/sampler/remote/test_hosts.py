@@ -13,6 +13,7 @@ import hosts_worker
 import jax
 import numpy as np
 import pytest
+from compile_flags import QUICK_COMPILE
 from hosts_worker import LONG, PROBE, SEED, SPEC, WAIT_S, Case, mesh_of, params_of, requests_of
 
 from jaxrl_async.ports import FixedWeights, Intake, NotYet, Unrecorded
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "XLA_FLAGS": QUICK_COMPILE,
 }
 
 
