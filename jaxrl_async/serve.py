@@ -26,6 +26,7 @@ from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
 from jaxrl_async.endpoint.wish import Terms, stop_ids
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if settings.adapters is not None:
                 door = AdapterDoor(served.name, sampler.adapters, loads_from=args.adapters_from)
             desk = Desk(served, limits, guest_keys=(key,), adapters=door)
-            with Endpoint(desk, host=args.host, port=args.port) as endpoint:
+            with Endpoint(desk, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
         return 0

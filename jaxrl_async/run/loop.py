@@ -34,6 +34,7 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
+from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
@@ -243,7 +244,8 @@ def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep:
     with ExitStack() as closing:
         parts = assemble(config, claim, stop, console, lockstep, closing)
         parts.sampling.wait_for_samplers(stop)
-        run_threads(parts, stop)
+        with only_new_garbage():
+            run_threads(parts, stop)
     if lockstep.writes:
         forget_warm_start(parts.paths)
     if stop.preempted:

@@ -34,6 +34,7 @@ from jaxrl_async.data.examples import (
 )
 from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import span
@@ -165,7 +166,8 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         outlet = functools.partial(_report, recorder, console)
         work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
         closing.callback(work.close)
-        learn_job(config, work, asked)
+        with only_new_garbage():
+            learn_job(config, work, asked)
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:

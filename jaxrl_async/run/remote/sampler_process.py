@@ -18,6 +18,7 @@ from enum import StrEnum
 import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
+from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.json_logs import add_labels
 from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
 from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
@@ -175,10 +176,11 @@ def _serve(
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
-    while not server.over.wait(LOOK_S):
-        if stop.is_set():
-            server.leave(f"{stop.reason}: the machine is needed for something else")
-            return Outcome.STOPPED
+    with only_new_garbage():
+        while not server.over.wait(LOOK_S):
+            if stop.is_set():
+                server.leave(f"{stop.reason}: the machine is needed for something else")
+                return Outcome.STOPPED
     log.info("the session has ended: %s", server.reason)
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
 

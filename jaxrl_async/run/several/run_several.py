@@ -17,6 +17,7 @@ from typing import TextIO
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import JaxrlError, RunsFailed
+from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run.assemble import Claim, Parts
@@ -47,7 +48,8 @@ def run_several(
     """
     with ExitStack() as closing:
         parts, turn = assemble_several(config, claim, stop, console, lockstep, closing, stream)
-        errors = run_all(parts, stop, turn)
+        with only_new_garbage():
+            errors = run_all(parts, stop, turn)
     write_spans()  # for the reports
     for folder in folders(config).values():
         if Paths(folder).metrics.exists():
