@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TextIO
 
+import numpy as np
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
@@ -208,9 +209,11 @@ class Console:
         """Return label with range, and curve, of up to two numbers that were measured twice."""
         found = []
         for label, key, form in SHOWN:
-            values = list(self._seen.get(key, ()))  # the other thread may append meanwhile
+            seen = self._seen.get(key, array("d"))[:]  # the other thread may append meanwhile
+            values = np.array(seen)
+            values = values[np.isfinite(values)]
             if len(values) > 1:
-                extent = f"{form(min(values))} to {form(max(values))}"
+                extent = f"{form(values.min())} to {form(values.max())}"
                 found.append((f"{label} {extent}", curve(values, width)))
         return found[:2]
 
