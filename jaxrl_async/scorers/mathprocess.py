@@ -9,7 +9,6 @@ interrupt (9^{9^{9^{9}}}): only ending the process helps. math-verify's own time
 because it uses signals, which work in the main thread only.
 """
 
-import atexit
 import json
 import logging
 import os
@@ -121,7 +120,6 @@ class _Processes:
 
 
 _PROCESSES = _Processes(MAX_PROCESSES)  # shared, because starting one takes a second of CPU
-atexit.register(_PROCESSES.close)
 
 
 def _started() -> "subprocess.Popen[str]":
