@@ -64,7 +64,8 @@ class TurnLog:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._turns: dict[str, tuple[tuple[Message, ...], int]] = {}  # and their characters
+        # and their characters
+        self._turns: OrderedDict[str, tuple[tuple[Message, ...], int]] = OrderedDict()
         self._chars = 0
 
     def find(self, response_id: str) -> tuple[Message, ...] | None:
@@ -80,7 +81,7 @@ class TurnLog:
             self._turns[response_id] = tuple(messages), size
             self._chars += size
             while len(self._turns) > MAX_RESPONSES or self._chars > MAX_RESPONSE_CHARS:
-                self._chars -= self._turns.pop(next(iter(self._turns)))[1]
+                self._chars -= self._turns.popitem(last=False)[1][1]
 
 
 class Conversations:

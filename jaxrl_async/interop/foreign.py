@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -161,7 +160,7 @@ class ForeignSampler(Living):
         Raises Closed and WeightsError, as the weight source does.
         """
         if self.error is not None:  # it holds the decode state, and there is no room for another
-            traceback.clear_frames(self.error.__traceback__)
+            self.lifetime.forget_frames()
             self.loop.state = None
         source = self._rejoined = (self._rejoined or self.weights).rejoin()
         try:

@@ -7,11 +7,13 @@ threads.
 """
 
 import atexit
+import contextlib
 import logging
 import math
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -105,6 +107,19 @@ class Lifetime:
         """Close because of this error, which ended the thread."""
         with self.lock:
             self.error, self.closed = error, True
+
+    def forget_frames(self) -> None:
+        """Let go of what was being computed when the thread's error was raised, and those before
+        it: they refer to the part, whose arrays must not wait for Python's collector, which does
+        not look at a run's first samplers (garbage.py)."""
+        error = self.error
+        while error is not None and error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+            for frame, _ in traceback.walk_stack(error.__traceback__.tb_frame):  # its callers
+                with contextlib.suppress(RuntimeError):  # it still runs, to its end
+                    frame.clear()
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
 
     @property
     def is_current(self) -> bool:

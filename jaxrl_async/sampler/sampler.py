@@ -16,7 +16,6 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -208,7 +207,7 @@ class Sampler(Living):
         Raises Closed and WeightsError, as the weight source does.
         """
         if self.error is not None:  # it holds the KV, and there is no room for another
-            traceback.clear_frames(self.error.__traceback__)
+            self.lifetime.forget_frames()
             self.loop.batch = None
         before, of_adapters = self._rejoined or (self.weights, self.loop.sources)
         source, sources = self._rejoined = before.rejoin(), of_adapters.rejoined()

@@ -1,6 +1,7 @@
 """jaxrl_async.train and steps, as a script or a notebook calls them."""
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,16 @@ def digits(completion: str, answer: str) -> float:
 @pytest.mark.exhaustive
 def test_ten_lines_train_a_policy_that_answers(tmp_path: Path) -> None:
     seen: list[int] = []
-    run = jr.train(
-        **TINY, reward=digits, dir=str(tmp_path), steps=3, on_step=lambda n, m: seen.append(n)
-    )
+    frozen: list[int] = []
+
+    def on_step(number: int, _: object) -> None:
+        seen.append(number)
+        frozen.append(gc.get_freeze_count())
+
+    gc.unfreeze()  # what conftest froze
+    run = jr.train(**TINY, reward=digits, dir=str(tmp_path), steps=3, on_step=on_step)
+    assert min(frozen) > 0 == gc.get_freeze_count(), "the collector looks at new garbage only"
+    gc.freeze()
     assert seen == [0, 1, 2, 3] and run.path == tmp_path / "run"
     assert [step for step, _ in run.curve("reward/mean")] == [1, 2, 3]
     table = run.table(["reward/mean"])

@@ -220,6 +220,20 @@ def test_late_calls_are_refused_with_the_reason_also_by_key():
         sessions.open(Policy(), place, LIMITS, SessionLimits())
 
 
+def test_why_a_session_ended_is_known_of_the_last_ones():
+    sessions = Sessions(max_open=2)
+    place = SessionPlace(prompt=make_prompt(), label="g0")
+    ended = [sessions.open(Policy(), place, LIMITS, SessionLimits()) for _ in range(2)]
+    ended[1].finish()
+    ended[0].finish()
+    ended.append(sessions.open(Policy(), place, LIMITS, SessionLimits()))
+    ended[2].finish()
+    reasons = ("it was finished", "no session has this key", "it was finished")
+    for session, reason in zip(ended, reasons, strict=True):
+        with pytest.raises(SessionEnded, match=reason):
+            sessions.find(session.key)
+
+
 def test_a_member_whose_group_ends_as_the_run_stops_is_told_that_the_run_stops():
     """The first member that hears of the stop gives its group up; others hear of that before."""
     sessions, policy = Sessions(), Policy()

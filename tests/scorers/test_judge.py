@@ -13,6 +13,7 @@ from fake_judge import FakeJudge
 
 from jaxrl_async.config.judge_section import Criterion, JudgeSection
 from jaxrl_async.errors import ConfigError, EndpointMisset, RolloutError
+from jaxrl_async.scorers import judge_cache
 from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.scorers.judge import JudgeScorer, Transcripts, make_desk
 from jaxrl_async.scorers.judge_cache import JudgeCache
@@ -225,6 +226,14 @@ def test_scores_on_disk_are_not_paid_for_twice(server, tmp_path):
     assert (cost["calls"], cost["cached"]) == (0, 1), "also after the torn line"
     _, _, cost = judged(server, ["aaa"], cache=file, model="other")
     assert cost["calls"] == 1
+
+
+def test_a_cache_forgets_the_oldest(monkeypatch):
+    monkeypatch.setattr(judge_cache, "MOST_KEPT", 2)
+    cache = JudgeCache()
+    for key in "abc":
+        cache.put(key, ((0.5,),))
+    assert [cache.get(key) for key in "abc"] == [None, ((0.5,),), ((0.5,),)]
 
 
 def test_a_cache_refuses_lines_that_are_no_scores(tmp_path):

@@ -2,8 +2,10 @@
 continues. Scripted replicas for the order of events, real samplers for the tokens."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import replace
 
@@ -359,6 +361,31 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(requests):
     assert faults.read()["sampler_restarts"] == 1
     assert router.samplers[0] is not old and router.samplers[0].engine is old.engine
     assert old.loop.batch is None, "its KV is gone"
+    router.close()
+
+
+@pytest.mark.slow
+def test_a_sampler_that_died_goes_with_its_weights_without_pythons_collector(requests):
+    def strike():
+        try:
+            injected()
+        except RuntimeError as error:
+            raise ValueError("while it dealt with the first") from error
+
+    router = Router([make_sampler()], limits=RestartLimits(backoff_s=0.0))
+    router.generate(requests)
+    gone = weakref.ref(router.samplers[0])
+    gc.collect()
+    gc.disable()
+    try:
+        strikes_once(gone().engine, strike)
+        router.generate(requests)
+        until = time.monotonic() + 20
+        while gone() is not None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert gone() is None
+    finally:
+        gc.enable()
     router.close()
 
 
