@@ -3,11 +3,12 @@
     python benchmarks/host_work.py [--episodes 128 2048 8192]
 
 Groups of 8 made-up answers of one turn, with lengths of a long tail, go through what a step of the
-main job calls: the dealing of their requests to two samplers (by a router that has dealt so many
-before that it forgets the oldest conversations), the buffer (admission, hand-in, draw, ledger on
-disk), the shaping, the packing into rows, the advantages, the step's measures. Nothing runs on a
-device. The columns are CPU milliseconds of the thread for 1,000 episodes, medians of the repeats;
-`median_s`, `least_s` and `most_s` are CPU seconds of all of it for 1,000 episodes.
+main job calls: the choice of one of two samplers for each request (by a router's dealer that has
+dealt so many before that it forgets the oldest; without the router's futures and callbacks), the
+buffer (admission, hand-in, draw, ledger on disk), the shaping, the packing into rows, the
+advantages, the step's measures. Nothing runs on a device. The columns are CPU milliseconds of the
+thread for 1,000 episodes, medians of the repeats; `median_s`, `least_s` and `most_s` are CPU seconds
+of all of it for 1,000 episodes.
 """
 
 import statistics
@@ -136,9 +137,8 @@ class LongDealing:
 
     def __init__(self) -> None:
         self._dealer, self._numbers = Dealer(), count()
-        prompt = np.zeros(1, np.int32)
-        for _ in range(2 * TALKS // GROUP):
-            self.deal(self.jobs(prompt))
+        for number in range(2 * TALKS // GROUP):
+            self.deal(self.jobs(np.full(32, number, np.int32)))
 
     def jobs(self, prompt: IntArray) -> list[RouterJob]:
         """Make the requests of a new group of this prompt."""
