@@ -7,8 +7,8 @@ main job calls: the choice of one of two samplers for each request (by a router'
 dealt so many before that it forgets the oldest; without the router's futures and callbacks), the
 buffer (admission, hand-in, draw, ledger on disk), the shaping, the packing into rows, the
 advantages, the step's measures. Nothing runs on a device. The columns are CPU milliseconds of the
-thread for 1,000 episodes, medians of the repeats; `median_s`, `least_s` and `most_s` are CPU seconds
-of all of it for 1,000 episodes.
+thread for 1,000 episodes, medians of the repeats; `median_s`, `least_s` and `most_s` the seconds
+of all of it.
 """
 
 import statistics
