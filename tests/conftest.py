@@ -79,6 +79,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Python's collector looks at everything, as in a program that is no test."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs_end_with_their_module() -> Iterator[None]:
     """Thousands of them in one process exhaust its memory mappings, and the compiler crashes."""

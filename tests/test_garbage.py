@@ -19,15 +19,6 @@ def is_looked_at(one: object) -> bool:
     return any(found is one for found in gc.get_objects())
 
 
-@pytest.fixture
-def nothing_frozen():
-    """The tests' own objects are frozen, see conftest."""
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-    gc.freeze()
-
-
 def test_what_was_there_is_left_alone_until_the_end_and_new_cycles_are_freed(nothing_frozen):
     early = Cycle()
     gone_before = weakref.ref(Cycle())

@@ -64,7 +64,7 @@ class TurnLog:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # and their characters
+        # the messages up to each, and their characters
         self._turns: OrderedDict[str, tuple[tuple[Message, ...], int]] = OrderedDict()
         self._chars = 0
 

@@ -209,8 +209,8 @@ class Console:
         """Return label with range, and curve, of up to two numbers that were measured twice."""
         found = []
         for label, key, form in SHOWN:
-            seen = self._seen.get(key, array("d"))[:]  # the other thread may append meanwhile
-            values = np.array(seen)
+            # a copy first: the other thread may append meanwhile
+            values = np.array(self._seen.get(key, array("d"))[:])
             values = values[np.isfinite(values)]
             if len(values) > 1:
                 extent = f"{form(values.min())} to {form(values.max())}"

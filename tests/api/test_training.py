@@ -32,7 +32,7 @@ def digits(completion: str, answer: str) -> float:
 
 
 @pytest.mark.exhaustive
-def test_ten_lines_train_a_policy_that_answers(tmp_path: Path) -> None:
+def test_ten_lines_train_a_policy_that_answers(tmp_path: Path, nothing_frozen: None) -> None:
     seen: list[int] = []
     frozen: list[int] = []
 
@@ -40,10 +40,8 @@ def test_ten_lines_train_a_policy_that_answers(tmp_path: Path) -> None:
         seen.append(number)
         frozen.append(gc.get_freeze_count())
 
-    gc.unfreeze()  # what conftest froze
     run = jr.train(**TINY, reward=digits, dir=str(tmp_path), steps=3, on_step=on_step)
     assert min(frozen) > 0 == gc.get_freeze_count(), "the collector looks at new garbage only"
-    gc.freeze()
     assert seen == [0, 1, 2, 3] and run.path == tmp_path / "run"
     assert [step for step, _ in run.curve("reward/mean")] == [1, 2, 3]
     table = run.table(["reward/mean"])
