@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
-from jaxrl_async.model.cpu.gradients import flash
+from jaxrl_async.model.cpu.gradients import flash, tree_flash
 from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
     PLAIN,
@@ -392,12 +392,14 @@ def sequence_attention(
         cap: bound of the scores, which cuDNN has not; 0: none.
         sinks: whether heads have a logit that no token stands for, which cuDNN has not.
         shares_prefixes: its last argument is `visible_until` in place of the segment ids.
-        cpu_kernels: whether auto may choose the kernels of our own, which read no shared prefixes.
+        cpu_kernels: whether auto may choose the kernels of our own.
 
     Raises ConfigError if the attention cannot run there.
     """
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    if name == "auto" and cpu_kernels and not shares_prefixes and has_cpu_kernels(device, dtype):
+    if name == "auto" and cpu_kernels and has_cpu_kernels(device, dtype):
+        if shares_prefixes:
+            return kernels.per_shard(tree_flash, mesh, TREE_PARTS["reference"])
         return kernels.per_shard(flash, mesh, PART_ATTENTION["reference"])
     if name == "auto":
         name = next(

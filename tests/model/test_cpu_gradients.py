@@ -10,8 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.attention import reference, sequence_attention
-from jaxrl_async.model.cpu.gradients import chosen, flash
+from jaxrl_async.model.attention import (
+    reference,
+    sequence_attention,
+    tree_reference,
+    visible_until,
+)
+from jaxrl_async.model.cpu.gradients import chosen, flash, tree_flash
 from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.decoder import hidden_states, init_params
 from jaxrl_async.model.kernels import Scoring
@@ -49,6 +54,24 @@ def segments_of(*rows: list[int]) -> NDArray[np.int32]:
     return np.stack([np.pad(i, (0, length - len(i))) for i in ids]).astype(np.int32)
 
 
+def trees_of(*rows: list[tuple[int, int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return segment ids and positions: each row is the lengths of its segments, and where in their
+    contexts they begin; the rest is padding."""
+    segments = segments_of(*([length for length, _ in row] for row in rows))
+    places = [np.concatenate([np.arange(n) + begin for n, begin in row]) for row in rows]
+    positions = np.stack([np.pad(p, (0, segments.shape[1] - len(p))) for p in places])
+    return segments, positions.astype(np.int32)
+
+
+SEGMENTS = [70, 1, 33], [104], [31, 9], [7, 5, 11, 9, 1, 40]
+TREES = (
+    [(70, 0), (34, 33), (2, 66), (90, 5), (30, 0), (3, 29)],  # a panel that one half sees
+    [(200, 0), (5, 199), (20, 3)],
+    [(3, 0), (2, 2), (6, 1), (4, 0), (64, 0), (64, 31), (64, 31)],
+)
+
+
+@pytest.mark.parametrize("in_tree", [False, True], ids=["segments", "trees"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "scoring", "has_sinks"),
     [
@@ -59,11 +82,18 @@ def segments_of(*rows: list[int]) -> NDArray[np.int32]:
     ],
 )
 def test_attention_and_its_gradients_are_those_of_float64(
-    heads: int, kv_heads: int, width: int, scoring: Scoring, has_sinks: bool
+    heads: int, kv_heads: int, width: int, scoring: Scoring, has_sinks: bool, in_tree: bool
 ) -> None:
-    """Segments of one token, of a part of a block, of several; and padding."""
+    """Segments of one token, of a part of a block, of several; contexts that leave each other there
+    or share a prefix; and padding."""
     rng = np.random.default_rng(heads)
-    segments = segments_of([70, 1, 33], [104], [31, 9])
+    if in_tree:
+        segments, positions = trees_of(*TREES)
+        extent = np.asarray(visible_until(jnp.asarray(positions), jnp.asarray(segments)))
+        if scoring.window:
+            extent = np.stack([extent, positions], axis=-1)
+    else:
+        segments = extent = segments_of(*SEGMENTS)
     B, T = segments.shape
 
     def drawn(*shape: int) -> NDArray[np.float32]:
@@ -75,13 +105,14 @@ def test_attention_and_its_gradients_are_those_of_float64(
 
     def gradients(attention: Any, *inputs: Any) -> Any:
         def loss(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
-            out = attention(q, k, v, segments, scoring, sinks)
+            out = attention(q, k, v, extent, scoring, sinks)
             return jnp.sum(out * above), out * (segments > 0)[:, :, None, None]
 
         return jax.value_and_grad(loss, tuple(range(len(inputs))), has_aux=True)(*inputs)
 
-    found = jax.jit(functools.partial(gradients, flash))(*inputs)
-    (_, out), grads = in_float64(functools.partial(gradients, reference), *inputs)
+    ours, wanted = (tree_flash, tree_reference) if in_tree else (flash, reference)
+    found = jax.jit(functools.partial(gradients, ours))(*inputs)
+    (_, out), grads = in_float64(functools.partial(gradients, wanted), *inputs)
     assert_close((found[0][1], found[1]), (out, grads))
 
 

@@ -5,6 +5,7 @@ Shapes: B rows of T tokens, H heads, N KV heads, K head width, n tokens, V the v
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,45 +33,73 @@ def flash(
     block of scores is in memory at a time. Padding gets zeros. The backward pass computes scores
     again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
     """
-    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), scoring)
+    how = _How(scoring, in_tree=False)
+    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), how)
     return out
 
 
+def tree_flash(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    extent_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Attend as `flash`, where contexts share prefixes (attention.tree_reference): a block of
+    queries computes its scores for those panels of 32 keys of which it sees any."""
+    how = _How(scoring, in_tree=True)
+    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, extent_BT, or_none(sinks_H), how)
+    return out
+
+
+class _How(NamedTuple):
+    """What of attention is no array."""
+
+    scoring: Scoring
+    in_tree: bool  # the extent is not segments but until where tokens are seen
+
+    def attributes(self, q: Array) -> dict[str, Any]:
+        return attributes(q, self.scoring) | {"in_tree": self.in_tree}
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _flash(q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring) -> Array:
-    return _forward(q, k, v, segments, sinks, scoring)[0]
+def _flash(q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How) -> Array:
+    return _forward(q, k, v, extent, sinks, how)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring
+    q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How
 ) -> tuple[Array, Array]:
     """Return what is attended, and the log of each query's sum [B, H, T]."""
     B, T, H, _ = q.shape
     results = (Floats(q.shape, jnp.float32), Floats((B, H, T), jnp.float32))
     call = jax.ffi.ffi_call(target_of("flash"), results)
-    out, sums = call(q, k, v, segments, sinks, **attributes(q, scoring))
+    out, sums = call(q, k, v, extent, sinks, **how.attributes(q))
     return out, sums
 
 
 def _flash_forward(
-    q: Array, k: Array, v: Array, segments: Array, sinks: Array, scoring: Scoring
+    q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How
 ) -> tuple[Array, tuple[Array, ...]]:
-    out, sums = _forward(q, k, v, segments, sinks, scoring)
+    out, sums = _forward(q, k, v, extent, sinks, how)
     out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
-    return out, (q, k, v, segments, sinks, out, sums)
+    return out, (q, k, v, extent, sinks, out, sums)
 
 
 def _flash_backward(
-    scoring: Scoring, kept: tuple[Array, ...], grad: Array
+    how: _How, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array, Array, Array, None, Array]:
-    q, k, v, segments, sinks, out, sums = kept
+    q, k, v, extent, sinks, out, sums = kept
     results = tuple(Floats(x.shape, jnp.float32) for x in (q, k, v))
     call = jax.ffi.ffi_call(target_of("flash_back"), results)
-    dq, dk, dv = call(q, k, v, segments, out, sums, grad, **attributes(q, scoring))
+    dq, dk, dv = call(q, k, v, extent, out, sums, grad, **how.attributes(q))
     of_sinks = jnp.zeros_like(sinks)
     if sinks.size:  # a sink's share times what its query expects of a gradient, and no value
         expected = jnp.einsum("bthk,bthk->bht", grad, out)
-        share = jnp.where(segments[:, None] > 0, jnp.exp(sinks[:, None] - sums), 0.0)
+        share = jnp.exp(sinks[:, None] - sums)
+        if not how.in_tree:  # else padding is no query of anyone's, whose gradient is 0
+            share = jnp.where(extent[:, None] > 0, share, 0.0)
         of_sinks = -jnp.einsum("bht,bht->h", share, expected)
     return dq, dk, dv, None, of_sinks
 

@@ -1,6 +1,7 @@
 // What an update computes on CPUs beside XLA's products, as XLA's foreign functions.
 //
-// flash, flash_back   causal attention within the segments of packed rows, and its gradient
+// flash, flash_back   causal attention within the segments of packed rows, or the trees of those
+//                     that share prefixes, and its gradient
 // choose, choose_back log-prob of each row's target and entropy of its logits, and their gradient
 //
 // A result is the same whatever the number of threads: each sum is one task's, in one order.
@@ -88,7 +89,8 @@ void lay_columns(const float* x, int64_t step, int64_t count, int64_t width,
 
 // ---- attention
 
-constexpr int64_t kQueries = 32;  // of a block, of one head
+constexpr int64_t kQueries = kPanel;  // of a block, of one head: its last panel is its own tokens
+constexpr float kUnseen = -FLT_MAX;   // score of a key that a query must not see
 
 struct Heads {
   int64_t B, T, H, N, K, window;
@@ -97,46 +99,145 @@ struct Heads {
   int64_t query(int64_t b, int64_t t, int64_t h) const { return ((b * T + t) * H + h) * K; }
   int64_t key(int64_t b, int64_t t, int64_t n) const { return ((b * T + t) * N + n) * K; }
   int64_t number(int64_t b, int64_t t, int64_t h) const { return (b * H + h) * T + t; }
-  // The first key that query t of a run sees.
-  int64_t first(int64_t t) const { return window ? std::max<int64_t>(0, t + 1 - window) : 0; }
 };
 
-// Neighbouring tokens of a row that are of one segment.
+// Neighbouring tokens of a row that see each other alone: a segment, contexts that share a prefix,
+// or several of these that are short.
 struct Run {
   int64_t row, begin, length;
 };
 
-std::vector<Run> runs_of(const int32_t* segments, int64_t B, int64_t T, double* squares) {
+// What is seen of tokens [B, T]: the place in the row up to which (exclusive) a token is; and its
+// position, of which a window speaks.
+struct Extents {
+  std::vector<int32_t> until, positions;
   std::vector<Run> runs;
-  *squares = 0;
-  for (int64_t b = 0; b < B; ++b)
-    for (int64_t t = 0, end; t < T; t = end) {
-      const int32_t segment = segments[b * T + t];
-      for (end = t; end < T && segments[b * T + end] == segment;) ++end;
-      if (segment <= 0) continue;
-      runs.push_back({b, t, end - t});
-      *squares += static_cast<double>(end - t) * (end - t);
-    }
-  return runs;
-}
+  double squares = 0;
 
-// Where a block of queries of a run begins and ends, and its keys, in whole panels.
-struct Block {
-  int64_t begin, rows, first_key, keys;
+  void add(int64_t row, int64_t begin, int64_t end) {
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (last.row == row && last.begin + last.length == begin && end - last.begin <= kQueries) {
+        last.length = end - last.begin;
+        return;
+      }
+    }
+    runs.push_back({row, begin, end - begin});
+    squares += static_cast<double>(end - begin) * (end - begin);
+  }
 };
 
-Block block_at(const Heads& s, int64_t begin, int64_t length) {
-  const int64_t rows = std::min(kQueries, length - begin);
-  const int64_t first = s.first(begin) / kPanel * kPanel;
-  return {begin, rows, first, whole_panels(begin + rows - first) * kPanel};
+// Read segments [B, T], of which 0 is padding and in no run.
+Extents of_segments(const int32_t* segments, const Heads& s) {
+  Extents found;
+  found.until.resize(s.B * s.T), found.positions.resize(s.B * s.T);
+  for (int64_t b = 0; b < s.B; ++b)
+    for (int64_t t = 0, end; t < s.T; t = end) {
+      const int64_t at = b * s.T;
+      for (end = t; end < s.T && segments[at + end] == segments[at + t]; ++end) {}
+      for (int64_t i = t; i < end; ++i) found.positions[at + i] = static_cast<int32_t>(i);
+      std::fill_n(found.until.begin() + at + t, end - t, static_cast<int32_t>(end));
+      if (segments[at + t] > 0) found.add(b, t, end);
+    }
+  return found;
 }
 
-// Bound scores, if the model does so, and scale them.
-void scale_scores(float* __restrict scores, int64_t from, int64_t until, const Heads& s) {
-  if (s.cap == 0.0f)
-    for (int64_t t = from; t < until; ++t) scores[t] *= s.scale;
-  else
-    for (int64_t t = from; t < until; ++t) scores[t] = s.cap * std::tanh(scores[t] * s.scale / s.cap);
+// Read until where tokens are seen, and their positions [B, T, columns]; or the first of both.
+// Every token sees itself, and none what is in another run.
+Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
+  Extents found;
+  found.until.resize(s.B * s.T), found.positions.resize(s.B * s.T);
+  for (int64_t b = 0; b < s.B; ++b)
+    for (int64_t t = 0, end; t < s.T; t = end) {
+      const auto bounded = [&](int64_t place, int64_t most) {
+        return std::clamp<int64_t>(extent[(b * s.T + place) * columns], place + 1, most);
+      };
+      end = bounded(t, s.T);
+      for (int64_t i = t; i < end; ++i) {
+        const int64_t at = b * s.T + i;
+        found.until[at] = static_cast<int32_t>(bounded(i, end));
+        found.positions[at] = columns > 1 ? extent[at * columns + 1] : static_cast<int32_t>(i);
+      }
+      found.add(b, t, end);
+    }
+  return found;
+}
+
+// Keys in whole panels that lie together, and where their scores begin.
+struct Span {
+  int64_t first_key, keys, column;
+};
+
+// A block of queries of a run begins at a whole panel; the keys that any of them sees are `width`.
+struct Block {
+  int64_t begin, rows, width;
+  std::vector<Span> spans;
+
+  // Scores that are not behind a query's own token.
+  int64_t end(int64_t row) const { return width - kPanel + row + 1; }
+};
+
+// What is seen of a run's tokens; places are those of the run.
+class Sight {
+ public:
+  // Read it for the next run. Keys up to a whole panel are there, and nobody sees them.
+  void read(const Extents& all, const Run& run, const Heads& s) {
+    const int64_t from = run.row * s.T + run.begin;
+    length_ = run.length, window_ = s.window;
+    until_.assign(whole_panels(run.length) * kPanel, 0), positions_.assign(until_.size(), 0);
+    latest_.assign(whole_panels(run.length), 0), farthest_.assign(latest_.size(), INT32_MIN);
+    for (int64_t t = 0; t < run.length; ++t) {
+      until_[t] = all.until[from + t] - static_cast<int32_t>(run.begin);
+      positions_[t] = all.positions[from + t];
+      latest_[t / kPanel] = std::max(latest_[t / kPanel], until_[t]);
+      farthest_[t / kPanel] = std::max(farthest_[t / kPanel], positions_[t]);
+    }
+  }
+
+  // Find the keys of the block of queries that begins there.
+  void find(int64_t begin, Block& block) const {
+    block.begin = begin, block.rows = std::min(kQueries, length_ - begin), block.width = 0;
+    block.spans.clear();
+    const auto first = positions_.begin() + begin;
+    const int64_t least = window_ ? *std::min_element(first, first + block.rows) - window_ : 0;
+    for (int64_t key = 0; key <= begin; key += kPanel) {
+      const int64_t panel = key / kPanel;
+      if (latest_[panel] <= begin || (window_ && farthest_[panel] <= least)) continue;
+      if (block.spans.empty() || block.spans.back().first_key + block.spans.back().keys != key)
+        block.spans.push_back({key, 0, block.width});
+      block.spans.back().keys += kPanel;
+      block.width += kPanel;
+    }
+  }
+
+  // Scale the scores of a query's keys and bound them, if the model does so; what it does not see
+  // becomes kUnseen.
+  void scale(float* __restrict scores, const Block& block, int64_t row, const Heads& s) const {
+    const int64_t end = block.end(row);
+    if (s.cap == 0.0f)
+      for (int64_t t = 0; t < end; ++t) scores[t] *= s.scale;
+    else
+      for (int64_t t = 0; t < end; ++t)
+        scores[t] = s.cap * std::tanh(scores[t] * s.scale / s.cap);
+    const int32_t place = static_cast<int32_t>(block.begin + row);
+    const int32_t before = window_ ? positions_[place] - static_cast<int32_t>(window_) : INT32_MIN;
+    for (const Span& span : block.spans) {
+      const int32_t* until = until_.data() + span.first_key;
+      const int32_t* position = positions_.data() + span.first_key;
+      float* of_span = scores + span.column;
+      for (int64_t t = 0; t < std::min(span.keys, end - span.column); ++t)
+        of_span[t] = (until[t] > place) & (position[t] > before) ? of_span[t] : kUnseen;
+    }
+  }
+
+ private:
+  int64_t length_, window_;
+  std::vector<int32_t> until_, positions_;   // [whole panels]
+  std::vector<int32_t> latest_, farthest_;  // of a panel: the largest of until and position
+};
+
+inline float weight_of(float score, float log_sum) {
+  return score == kUnseen ? 0.0f : exponential(score - log_sum);
 }
 
 float largest_of(const float* x, int64_t count, float least) {
@@ -172,60 +273,76 @@ float dot_of(const float* x, const float* y, int64_t count) {
 }
 
 bool fits(ffi::Span<const int64_t> q, ffi::Span<const int64_t> k, ffi::Span<const int64_t> v,
-          ffi::Span<const int64_t> segments) {
+          ffi::Span<const int64_t> extent, bool in_tree) {
+  const bool has_positions = in_tree && extent.size() == 3 && extent[2] == 2;
   return q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && k[2] > 0 && q[2] % k[2] == 0 &&
-         std::equal(k.begin(), k.end(), v.begin(), v.end()) && segments.size() == 2 &&
-         segments[0] == q[0] && segments[1] == q[1];
+         std::equal(k.begin(), k.end(), v.begin(), v.end()) &&
+         (extent.size() == 2 || has_positions) && extent[0] == q[0] && extent[1] == q[1];
+}
+
+Extents extents_of(ffi::Buffer<ffi::S32>& extent, bool in_tree, const Heads& s) {
+  const int64_t columns = extent.dimensions().size() == 3 ? 2 : 1;
+  return in_tree ? of_tree(extent.typed_data(), columns, s) : of_segments(extent.typed_data(), s);
 }
 
 // Arguments: queries [B, T, H, K], keys and values [B, T, N, K], segments [B, T] (0: padding, gets
-// zeros), sinks [H] or [0]. Results: [B, T, H, K], and the log of each query's sum [B, H, T].
+// zeros), sinks [H] or [0]. in_tree: until where tokens are seen [B, T] in place of segments, or
+// that and their positions [B, T, 2]. Results: [B, T, H, K], and the log of each query's sum
+// [B, H, T].
 ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
-                 ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
+                 ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> extent,
                  ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
-                 ffi::ResultBuffer<ffi::F32> sums, int64_t window, float scale, float cap) {
+                 ffi::ResultBuffer<ffi::F32> sums, int64_t window, float scale, float cap,
+                 bool in_tree) {
   const auto qs = q.dimensions(), ks = k.dimensions();
   const int64_t logits = sinks.element_count();
-  if (!fits(qs, ks, v.dimensions(), segments.dimensions()) || (logits && logits != qs[2]))
+  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree) || (logits && logits != qs[2]))
     return ffi::Error::InvalidArgument("flash: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
-  double squares;
-  const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
+  const Extents extents = extents_of(extent, in_tree, s);
+  const std::vector<Run>& runs = extents.runs;
   std::fill_n(out->typed_data(), q.element_count(), 0.0f);
   std::fill_n(sums->typed_data(), sums->element_count(), 0.0f);
   const int64_t panels = whole_panels(s.K), group = s.H / s.N;
-  each(pool, static_cast<int64_t>(runs.size()) * s.H, squares * s.H * s.K, [&](int64_t task) {
+  const double work = extents.squares * s.H * s.K;
+  each(pool, static_cast<int64_t>(runs.size()) * s.H, work, [&](int64_t task) {
     const Run run = runs[task / s.H];
     const int64_t h = task % s.H, L = run.length, ld = whole_panels(L) * kPanel;
     const int64_t from = s.key(run.row, run.begin, h / group);
     thread_local std::vector<float> keys, values, scores, sum;
+    thread_local Sight sight;
+    thread_local Block block;
     lay_columns(k.typed_data() + from, s.N * s.K, L, s.K, keys);
     lay_rows(v.typed_data() + from, s.N * s.K, L, s.K, values);
     scores.resize(kQueries * ld);
     sum.resize(kQueries * panels * kPanel);
+    sight.read(extents, run, s);
     for (int64_t i = 0; i < L; i += kQueries) {
-      const Block at = block_at(s, i, L);
+      sight.find(i, block);
       const int64_t place = s.query(run.row, run.begin + i, h);
-      multiply({q.typed_data() + place, s.H * s.K, 1}, at.rows, keys.data() + at.first_key * s.K,
-               kPanel * s.K, at.keys / kPanel, s.K, scores.data(), ld, true);
+      for (const Span& at : block.spans)
+        multiply({q.typed_data() + place, s.H * s.K, 1}, block.rows,
+                 keys.data() + at.first_key * s.K, kPanel * s.K, at.keys / kPanel, s.K,
+                 scores.data() + at.column, ld, true);
       float shares[kQueries];
-      for (int64_t r = 0; r < at.rows; ++r) {
+      for (int64_t r = 0; r < block.rows; ++r) {
         float* row = scores.data() + r * ld;
-        const int64_t begin = s.first(i + r) - at.first_key, end = i + r + 1 - at.first_key;
-        scale_scores(row, begin, end, s);
-        const float sink = sinks.element_count() ? sinks.typed_data()[h] : -FLT_MAX;
-        const float most = largest_of(row + begin, end - begin, sink);
-        for (int64_t t = begin; t < end; ++t) row[t] = exponential(row[t] - most);
-        float total = sum_of(row + begin, end - begin);
+        const int64_t end = block.end(r);
+        sight.scale(row, block, r, s);
+        const float sink = sinks.element_count() ? sinks.typed_data()[h] : kUnseen;
+        const float most = largest_of(row, end, sink);
+        for (int64_t t = 0; t < end; ++t) row[t] = weight_of(row[t], most);
+        float total = sum_of(row, end);
         if (sinks.element_count()) total += exponential(sink - most);
-        std::fill(row, row + begin, 0.0f);
-        std::fill(row + end, row + at.keys, 0.0f);
+        std::fill(row + end, row + block.width, 0.0f);
         sums->typed_data()[s.number(run.row, run.begin + i + r, h)] = most + std::log(total);
         shares[r] = 1.0f / total;
       }
-      multiply({scores.data(), ld, 1}, at.rows, values.data() + at.first_key * kPanel, L * kPanel,
-               panels, std::min(at.keys, L - at.first_key), sum.data(), panels * kPanel, true);
-      for (int64_t r = 0; r < at.rows; ++r) {
+      for (const Span& at : block.spans)
+        multiply({scores.data() + at.column, ld, 1}, block.rows,
+                 values.data() + at.first_key * kPanel, L * kPanel, panels,
+                 std::min(at.keys, L - at.first_key), sum.data(), panels * kPanel, !at.column);
+      for (int64_t r = 0; r < block.rows; ++r) {
         float* to = out->typed_data() + place + r * s.H * s.K;
         const float* row = sum.data() + r * panels * kPanel;
         for (int64_t d = 0; d < s.K; ++d) to[d] = row[d] * shares[r];
@@ -235,85 +352,93 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
-// Turn a query's scores into its weights, and the gradient of the weights into that of the scores:
-// for the keys [begin, end); 0 for the others of `keys`.
-void score_gradient(float* __restrict scores, float* __restrict grads, int64_t begin, int64_t end,
-                    int64_t keys, float log_sum, float expected, const Heads& s) {
-  scale_scores(scores, begin, end, s);
+// Turn the scores of a query's keys into their weights, and the gradient of the weights into that
+// of the scores; 0 behind its own token.
+void score_gradient(float* __restrict scores, float* __restrict grads, const Sight& sight,
+                    const Block& block, int64_t row, float log_sum, float expected,
+                    const Heads& s) {
+  const int64_t end = block.end(row);
+  sight.scale(scores, block, row, s);
   if (s.cap == 0.0f) {
-    for (int64_t t = begin; t < end; ++t) {
-      const float weight = exponential(scores[t] - log_sum);
+    for (int64_t t = 0; t < end; ++t) {
+      const float weight = weight_of(scores[t], log_sum);
       grads[t] = weight * (grads[t] - expected) * s.scale;
       scores[t] = weight;
     }
   } else {
-    for (int64_t t = begin; t < end; ++t) {
-      const float weight = exponential(scores[t] - log_sum), bent = scores[t] / s.cap;
+    for (int64_t t = 0; t < end; ++t) {
+      const float weight = weight_of(scores[t], log_sum);
+      const float bent = weight == 0.0f ? 0.0f : scores[t] / s.cap;
       grads[t] = weight * (grads[t] - expected) * s.scale * (1.0f - bent * bent);
       scores[t] = weight;
     }
   }
-  for (float* x : {scores, grads}) {
-    std::fill(x, x + begin, 0.0f);
-    std::fill(x + end, x + keys, 0.0f);
-  }
+  for (float* x : {scores, grads}) std::fill(x + end, x + block.width, 0.0f);
 }
 
 // Arguments: those of flash but the sinks, its results, and the gradient of the first one. Results:
 // the gradients of queries, keys and values.
 ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
-                      ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
+                      ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> extent,
                       ffi::Buffer<ffi::F32> out, ffi::Buffer<ffi::F32> sums,
                       ffi::Buffer<ffi::F32> grad, ffi::ResultBuffer<ffi::F32> dq,
                       ffi::ResultBuffer<ffi::F32> dk, ffi::ResultBuffer<ffi::F32> dv,
-                      int64_t window, float scale, float cap) {
+                      int64_t window, float scale, float cap, bool in_tree) {
   const auto qs = q.dimensions(), ks = k.dimensions();
-  if (!fits(qs, ks, v.dimensions(), segments.dimensions()))
+  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree))
     return ffi::Error::InvalidArgument("flash_back: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
-  double squares;
-  const std::vector<Run> runs = runs_of(segments.typed_data(), s.B, s.T, &squares);
+  const Extents extents = extents_of(extent, in_tree, s);
+  const std::vector<Run>& runs = extents.runs;
   std::fill_n(dq->typed_data(), q.element_count(), 0.0f);
   std::fill_n(dk->typed_data(), k.element_count(), 0.0f);
   std::fill_n(dv->typed_data(), k.element_count(), 0.0f);
   const int64_t panels = whole_panels(s.K), width = panels * kPanel, group = s.H / s.N;
-  each(pool, static_cast<int64_t>(runs.size()) * s.N, 2.5 * squares * s.H * s.K, [&](int64_t task) {
+  const double work = 2.5 * extents.squares * s.H * s.K;
+  each(pool, static_cast<int64_t>(runs.size()) * s.N, work, [&](int64_t task) {
     const Run run = runs[task / s.N];
     const int64_t n = task % s.N, L = run.length, ld = whole_panels(L) * kPanel;
     const int64_t from = s.key(run.row, run.begin, n);
     thread_local std::vector<float> keys, turned_keys, turned_values, queries, above, scores, grads,
         sum, of_keys, of_values;
+    thread_local Sight sight;
+    thread_local Block block;
     lay_rows(k.typed_data() + from, s.N * s.K, L, s.K, keys);
     lay_columns(k.typed_data() + from, s.N * s.K, L, s.K, turned_keys);
     lay_columns(v.typed_data() + from, s.N * s.K, L, s.K, turned_values);
     scores.resize(kQueries * ld), grads.resize(kQueries * ld), sum.resize(kQueries * width);
     of_keys.assign(L * width, 0.0f), of_values.assign(L * width, 0.0f);
+    sight.read(extents, run, s);
     for (int64_t i = 0; i < L; i += kQueries) {
-      const Block at = block_at(s, i, L);
-      const int64_t seen = std::min(at.keys, L - at.first_key);
+      sight.find(i, block);
       for (int64_t h = n * group; h < (n + 1) * group; ++h) {
         const int64_t place = s.query(run.row, run.begin + i, h), step = s.H * s.K;
         const float *q_at = q.typed_data() + place, *grad_at = grad.typed_data() + place;
-        lay_rows(q_at, step, at.rows, s.K, queries);
-        lay_rows(grad_at, step, at.rows, s.K, above);
-        multiply({q_at, step, 1}, at.rows, turned_keys.data() + at.first_key * s.K, kPanel * s.K,
-                 at.keys / kPanel, s.K, scores.data(), ld, true);
-        multiply({grad_at, step, 1}, at.rows, turned_values.data() + at.first_key * s.K,
-                 kPanel * s.K, at.keys / kPanel, s.K, grads.data(), ld, true);
-        for (int64_t r = 0; r < at.rows; ++r)
-          score_gradient(scores.data() + r * ld, grads.data() + r * ld,
-                         s.first(i + r) - at.first_key, i + r + 1 - at.first_key, at.keys,
+        lay_rows(q_at, step, block.rows, s.K, queries);
+        lay_rows(grad_at, step, block.rows, s.K, above);
+        for (const Span& at : block.spans) {
+          multiply({q_at, step, 1}, block.rows, turned_keys.data() + at.first_key * s.K,
+                   kPanel * s.K, at.keys / kPanel, s.K, scores.data() + at.column, ld, true);
+          multiply({grad_at, step, 1}, block.rows, turned_values.data() + at.first_key * s.K,
+                   kPanel * s.K, at.keys / kPanel, s.K, grads.data() + at.column, ld, true);
+        }
+        for (int64_t r = 0; r < block.rows; ++r)
+          score_gradient(scores.data() + r * ld, grads.data() + r * ld, sight, block, r,
                          sums.typed_data()[s.number(run.row, run.begin + i + r, h)],
                          dot_of(grad_at + r * step, out.typed_data() + place + r * step, s.K), s);
-        multiply({grads.data(), ld, 1}, at.rows, keys.data() + at.first_key * kPanel, L * kPanel,
-                 panels, seen, sum.data(), width, true);
-        for (int64_t r = 0; r < at.rows; ++r)
+        for (const Span& at : block.spans) {
+          const int64_t seen = std::min(at.keys, L - at.first_key), to = at.first_key * width;
+          multiply({grads.data() + at.column, ld, 1}, block.rows,
+                   keys.data() + at.first_key * kPanel, L * kPanel, panels, seen, sum.data(), width,
+                   !at.column);
+          multiply({grads.data() + at.column, 1, ld}, seen, queries.data(), block.rows * kPanel,
+                   panels, block.rows, of_keys.data() + to, width, false);
+          multiply({scores.data() + at.column, 1, ld}, seen, above.data(), block.rows * kPanel,
+                   panels, block.rows, of_values.data() + to, width, false);
+        }
+        for (int64_t r = 0; r < block.rows; ++r)
           std::memcpy(dq->typed_data() + place + r * step, sum.data() + r * width,
                       s.K * sizeof(float));
-        multiply({grads.data(), 1, ld}, seen, queries.data(), at.rows * kPanel, panels, at.rows,
-                 of_keys.data() + at.first_key * width, width, false);
-        multiply({scores.data(), 1, ld}, seen, above.data(), at.rows * kPanel, panels, at.rows,
-                 of_values.data() + at.first_key * width, width, false);
       }
     }
     for (int64_t t = 0; t < L; ++t) {
@@ -403,7 +528,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash, flash,
                                   .Ret<Floats>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
-                                  .Attr<float>("cap"));
+                                  .Attr<float>("cap")
+                                  .Attr<bool>("in_tree"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash_back, flash_back,
                               ffi::Ffi::Bind()
@@ -420,7 +546,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash_back, flash_back,
                                   .Ret<Floats>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("scale")
-                                  .Attr<float>("cap"));
+                                  .Attr<float>("cap")
+                                  .Attr<bool>("in_tree"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_choose, choose,
                               ffi::Ffi::Bind()
