@@ -3,6 +3,7 @@
     --tunix                  beside Tunix's own GRPO on the same work, in turns
                              (peers/environments.py installs it); it starts with huge pages as we do
     --answers 64 128         all answers of that many tokens
+    --share-prefixes         the same work with trainer.share_prefixes, too, in rows of a group
 
 Each row is a process (whole_updates.py, peers/worker_tunix_grpo.py) that is stopped while another
 has its turn. Sampler, rollouts, staleness gate, packing, GRPO update, weight transfer and probe are
@@ -82,7 +83,7 @@ def workloads(args: argparse.Namespace) -> dict[str, list[int]]:
 def rows_of(model: str, name: str, lengths: list[int], args: argparse.Namespace) -> list[Row]:
     """Make updates of one model in every way, in turns."""
     works = {
-        f"ours-{staleness}": Work(
+        f"{'ours, shared prompts' if shares else 'ours'}-{staleness}": Work(
             model=model,
             lengths=lengths,
             prompts=args.prompts,
@@ -91,7 +92,9 @@ def rows_of(model: str, name: str, lengths: list[int], args: argparse.Namespace)
             samplers=args.samplers,
             block=args.block,
             micro_batch_tokens=args.micro_batch_tokens,
+            shares=shares,
         )
+        for shares in ([False, True] if args.share_prefixes else [False])
         for staleness in args.max_staleness
     }
     commands: dict[str, Sequence[Any]] = {
@@ -159,6 +162,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--samplers", type=int, default=1, help="each on one core")
     words.add_argument("--block", type=int, default=8, help="decode steps in one dispatch")
     words.add_argument("--micro-batch-tokens", type=int, default=4096)
+    words.add_argument("--share-prefixes", action="store_true", help="the same with it, too")
     words.add_argument("--tunix", action="store_true", help="beside Tunix's GRPO")
     words.add_argument("--tunix-rows", type=int, help="sequences in its micro-batch; default: all")
     args = options(words)

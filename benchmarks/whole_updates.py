@@ -61,6 +61,7 @@ class Work:
     samplers: int
     block: int  # decode steps in one dispatch
     micro_batch_tokens: int
+    shares: bool = False  # trainer.share_prefixes, in rows that hold a whole group
 
     def text(self) -> str:
         """Return it as JSON."""
@@ -69,13 +70,14 @@ class Work:
     def config(self) -> schema.Config:
         """Return the run's configuration: the defaults, where `Work` says nothing else."""
         longest = max(self.lengths)
-        row = PROMPT_TOKENS + longest
+        length = PROMPT_TOKENS + longest
+        row = length + (self.samples - 1) * (1 + longest) if self.shares else length
         return with_correction(
             schema.Config(
                 mesh=schema.MeshSection(samplers=self.samplers),
                 sampler=schema.SamplerSection(
                     slots=-(-self.prompts * self.samples // self.samplers),
-                    max_length=row,
+                    max_length=length,
                     max_new_tokens=longest,
                     block=self.block,
                 ),
@@ -84,7 +86,9 @@ class Work:
                     group_size=self.samples, groups_per_step=self.prompts
                 ),
                 trainer=schema.TrainerSection(
-                    micro_batch_tokens=max(row, self.micro_batch_tokens), row_length=row
+                    micro_batch_tokens=max(row, self.micro_batch_tokens),
+                    row_length=row,
+                    share_prefixes=self.shares,
                 ),
             )
         )

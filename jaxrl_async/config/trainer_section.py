@@ -32,7 +32,8 @@ class TrainerSection(Section):
     share_prefixes: bool = False
     """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
     once in a row for several of them, if fewer rows come out of it. The update is the same up to
-    rounding."""
+    rounding. Give row_length room for a prompt and several answers: one of sampler.max_length may
+    hold no more than one."""
     micro_batch_tokens: Positive = 4096
     """Tokens, padding included, per forward and backward pass."""
     logprob_chunk: Positive = 1024

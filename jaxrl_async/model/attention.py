@@ -2,6 +2,7 @@
 
 sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn;
                         of contexts that share prefixes as well; on CPUs, kernels of our own
+                        for both
 ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
 """
 
