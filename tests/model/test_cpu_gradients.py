@@ -204,12 +204,12 @@ def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes
     busy.block_until_ready()
 
 
-def test_they_are_chosen_on_a_cpu_in_float32_unless_prefixes_are_shared() -> None:
+def test_they_are_chosen_on_a_cpu_in_float32() -> None:
     assert sequence_attention("auto", cpu_kernels=True) is flash
     assert sequence_attention("auto") is reference
     assert sequence_attention("reference", cpu_kernels=True) is reference
     assert sequence_attention("auto", cpu_kernels=True, dtype=jnp.bfloat16) is reference
-    assert sequence_attention("auto", cpu_kernels=True, shares_prefixes=True) is not flash
+    assert sequence_attention("auto", cpu_kernels=True, shares_prefixes=True) is tree_flash
 
 
 @pytest.mark.parametrize("remat", ["layer", "attention", "dots"])
