@@ -61,7 +61,7 @@ class Work:
     samplers: int
     block: int  # decode steps in one dispatch
     micro_batch_tokens: int
-    shares: bool = False  # trainer.share_prefixes, in rows that hold a whole group
+    shares: bool = False  # trainer.share_prefixes, whose rows hold a group
 
     def text(self) -> str:
         """Return it as JSON."""
@@ -71,7 +71,6 @@ class Work:
         """Return the run's configuration: the defaults, where `Work` says nothing else."""
         longest = max(self.lengths)
         length = PROMPT_TOKENS + longest
-        row = length + (self.samples - 1) * (1 + longest) if self.shares else length
         return with_correction(
             schema.Config(
                 mesh=schema.MeshSection(samplers=self.samplers),
@@ -86,8 +85,7 @@ class Work:
                     group_size=self.samples, groups_per_step=self.prompts
                 ),
                 trainer=schema.TrainerSection(
-                    micro_batch_tokens=max(row, self.micro_batch_tokens),
-                    row_length=row,
+                    micro_batch_tokens=max(length, self.micro_batch_tokens),
                     share_prefixes=self.shares,
                 ),
             )

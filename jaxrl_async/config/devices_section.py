@@ -43,7 +43,12 @@ class AxesSection(Section):
     @property
     def num_devices(self) -> int:
         """data * fsdp * expert * context * tensor."""
-        return self.data * self.fsdp * self.expert * self.context * self.tensor
+        return self.row_shards * self.context * self.tensor
+
+    @property
+    def row_shards(self) -> int:
+        """Devices that the rows of a micro-batch are divided over: data * fsdp * expert."""
+        return self.data * self.fsdp * self.expert
 
 
 class MeshSection(Section):

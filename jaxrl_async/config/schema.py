@@ -86,6 +86,11 @@ RUN_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
+LONGEST_SHARED_ROW = 8192
+"""Longest row, tokens, that trainer.share_prefixes makes of its own accord: on a TPU and with cuDNN
+attention reads a mask of each pair of a row's tokens, about 1 GB of it at this length."""
+
+
 class Config(Section):
     """A checked configuration of a run: `load` makes one, and its sections are attributes
     (docs/settings.md)."""
@@ -148,4 +153,24 @@ class Config(Section):
     @property
     def row_length(self) -> int:
         """Length of a packed training row, tokens."""
+        shares = self.trainer.share_prefixes and self.run.job == "rl"
+        if shares and self.trainer.row_length is None:
+            return self._length_of_a_group
+        return self.longest_example
+
+    @property
+    def longest_example(self) -> int:
+        """Longest context or example that is learnt, tokens."""
         return self.trainer.row_length or self.sampler.max_length
+
+    @property
+    def _length_of_a_group(self) -> int:
+        """Length of a row that holds the longest context and as many more answers as a group has,
+        each behind a token of the prompt. It is at most a device's share of a micro-batch, and
+        LONGEST_SHARED_ROW, but never shorter than that context."""
+        longest, axes = self.sampler.max_length, self.mesh.trainer
+        answers = self.algorithm.group_size - 1
+        wanted = longest + answers * (min(self.sampler.max_new_tokens, longest) + 1)
+        most = min(self.trainer.micro_batch_tokens // axes.row_shards, LONGEST_SHARED_ROW)
+        parts = 2 * axes.context if axes.context > 1 else 1  # a rule wants whole ones
+        return max(longest, min(-(-wanted // parts), most // parts) * parts)

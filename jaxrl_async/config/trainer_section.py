@@ -28,12 +28,12 @@ class TrainerSection(Section):
     weight; with param_dtype=float32 the weights are the masters), rounded stochastically (right in
     the mean), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
     row_length: Positive | None = None
-    """Length of a packed row, tokens; null: sampler.max_length."""
+    """Length of a packed row, tokens; null: sampler.max_length, or with share_prefixes enough for a
+    group's longest answers, up to a device's share of micro_batch_tokens and 8192."""
     share_prefixes: bool = False
     """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
     once in a row for several of them, if fewer rows come out of it. The update is the same up to
-    rounding. Give row_length room for a prompt and several answers: one of sampler.max_length may
-    hold no more than one."""
+    rounding. A row_length of your own should have room for a prompt and several answers."""
     micro_batch_tokens: Positive = 4096
     """Tokens, padding included, per forward and backward pass."""
     logprob_chunk: Positive = 1024

@@ -206,11 +206,11 @@ def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any
     if config.task is None:
         return SPLITS[config.run.job](config, tokenizer)
     own = imitated(config, task, tokenizer)  # a rule leaves task to sft
-    return own_demonstrations(own, tokenizer, config.row_length)
+    return own_demonstrations(own, tokenizer, config.longest_example)
 
 
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
-    return demonstrations(config.data, tokenizer, config.run.seed, config.row_length)
+    return demonstrations(config.data, tokenizer, config.run.seed, config.longest_example)
 
 
 def preference(
@@ -304,7 +304,8 @@ JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Off
 
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:
-    return preferences(config.data, tokenizer, config.run.seed, config.row_length, halves=halves)
+    longest = config.longest_example
+    return preferences(config.data, tokenizer, config.run.seed, longest, halves=halves)
 
 
 def _write_policy(policy: Policy, paths: Paths, base: str | None, params: Params) -> Path:

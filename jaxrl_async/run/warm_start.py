@@ -127,7 +127,7 @@ def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = No
         config.warm_start,
         tokenizer,
         seed=config.run.seed,
-        max_length=config.row_length,
+        max_length=config.longest_example,
         own=own,
     )
 

@@ -46,6 +46,43 @@ def test_the_lowest_staleness_to_aim_at_is_the_smallest_that_fills_a_step(s, p, 
             check_rules(Config(**sections))
 
 
+@given(st.integers(1, 12), st.integers(2, 200), st.integers(1, 300), st.integers(1, 4), st.data())
+def test_a_row_that_shares_prompts_holds_a_group_if_a_micro_batch_does(
+    members, most, new, by, data
+):
+    shards, context = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
+    longest, budget = 4 * most, shards * 4 * most * by
+    config = Config(
+        mesh={"trainer": {"fsdp": shards, "context": context}},
+        sampler={"max_length": longest, "max_new_tokens": new},
+        algorithm={"group_size": members},
+        trainer={"share_prefixes": True, "micro_batch_tokens": budget},
+    )
+    row = config.row_length
+    assert longest <= row <= budget // shards, "a device's part of a micro-batch"
+    assert context == 1 or row % (2 * context) == 0
+    answer = min(
+        new, longest
+    )  # the prompt, and each answer; but for the first, after a repeated token
+    group = (longest - answer) + answer + (members - 1) * (1 + answer)
+    if group + 2 * context <= budget // shards:
+        assert group <= row < group + 2 * context
+    assert config.longest_example == longest
+
+
+def test_a_row_shares_no_more_than_a_mask_allows_and_only_where_it_is_asked_to():
+    wide = {"sampler": {"max_length": 4096, "max_new_tokens": 4000}}
+    budget = {"micro_batch_tokens": 1_000_000}
+    assert Config(**wide, trainer=budget | {"share_prefixes": True}).row_length == 8192
+    longer = {"sampler": {"max_length": 10_000}, "trainer": budget | {"share_prefixes": True}}
+    assert Config(**longer).row_length == 10_000
+    assert Config(**wide, trainer=budget).row_length == 4096
+    set_by_hand = budget | {"share_prefixes": True, "row_length": 5000}
+    assert Config(**wide, trainer=set_by_hand).row_length == 5000
+    others = Config(run={"job": "sft"}, **wide, trainer=budget | {"share_prefixes": True})
+    assert others.row_length == 4096
+
+
 def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
     dropping = {"when_too_old": "drop", "max_staleness": 2, "lookahead": 99, "adapt": "ess"}
     config = Config(staleness=dropping, buffer={"reuse": 3})

@@ -53,7 +53,7 @@ def section(max_prompt_tokens=64, **settings):
 
 
 def pairs_of(config, tokenizer=TOKENIZER):
-    seed, row = config.run.seed, config.row_length
+    seed, row = config.run.seed, config.longest_example
     return warm_start_pairs(config.data, config.warm_start, tokenizer, seed=seed, max_length=row)
 
 

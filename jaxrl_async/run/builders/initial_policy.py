@@ -110,7 +110,7 @@ def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
     else:
         vocab = shape.vocab or _rounded(tokenizer.vocab_size)
         spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
-        spec = replace(spec, max_positions=max(spec.max_positions, config.row_length))
+        spec = replace(spec, max_positions=max(spec.max_positions, config.longest_example))
     return spec
 
 
@@ -228,4 +228,4 @@ def check_lengths(config: Config, spec: ModelSpec, where: str) -> None:
     check_positions(spec, config.sampler.max_length, "sampler.max_length", where)
     mixes = config.warm_start.steps or config.algorithm.supervised_coefficient
     if config.run.job != "rl" or mixes:
-        check_positions(spec, config.row_length, "trainer.row_length", where)
+        check_positions(spec, config.longest_example, "trainer.row_length", where)
