@@ -46,6 +46,7 @@ from jaxrl_async.trainer.optimizer import (
     rounded_tree,
     state_shardings,
 )
+from jaxrl_async.trainer.row_fit import RowFit
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,9 @@ class Objective(Protocol):
     def rows_are_independent(self) -> bool:
         """Whether a row can be learnt without the others of its micro-batch."""
 
+    def num_rows(self, data: Any) -> int:
+        """Return the rows that the data lies in, without those that only fill a micro-batch."""
+
     def micro_batches(self, data: Any, rows: int) -> Sequence[Any]:
         """Split the data into micro-batches of so many rows; on the host."""
 
@@ -162,6 +166,7 @@ class Update(Generic[ObjectiveT]):
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
         self.micro_rows = settings.micro_rows(objective.rows_are_independent)
         self._halvings = 0
+        self._fit = RowFit(self.micro_rows, settings.num_row_shards, settings.row_length)
         self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
@@ -261,6 +266,8 @@ class Update(Generic[ObjectiveT]):
         with device_lock:
             state, applied = self.apply(state, sums, None if at is None else np.float32(at))
             host_totals, host_applied = jax.device_get((totals, applied))
+        if self.objective.rows_are_independent and not self._halvings:
+            self._fit.note(self.objective.num_rows(data))
         passes = Passes(len(micros) * self.micro_rows, len(parts))
         return state, {
             **summarize(host_totals),

@@ -1,5 +1,7 @@
-"""An update for which memory does not suffice: half the rows, the same numbers, and an end."""
+"""An update for which memory does not suffice: half the rows, the same numbers, and an end; and
+one whose rows fit its micro-batches badly."""
 
+import re
 from contextlib import contextmanager
 
 import jax
@@ -18,6 +20,7 @@ from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_u
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.pack_pairs import pack_preference
+from jaxrl_async.trainer.row_fit import UPDATES
 from jaxrl_async.trainer.update import halved
 
 VOCAB, ROW, ROWS = 24, 16, 6
@@ -27,14 +30,14 @@ ARCHITECTURE = schema.ArchitectureSection(
 SPEC = ModelSpec.from_architecture(ARCHITECTURE, VOCAB)
 
 
-def make_step(**axes):
+def make_step(micro_batch_tokens=ROWS * ROW, **axes):
     mesh = make_slices(
         schema.MeshSection(trainer=schema.AxesSection(**axes)), jax.devices()
     ).trainer
     # epsilon 1: a step that is nearly the gradient, so that sums in another order agree
     settings = LearningSettings(
         mesh=mesh,
-        trainer=schema.TrainerSection(micro_batch_tokens=ROWS * ROW, epsilon=1.0),
+        trainer=schema.TrainerSection(micro_batch_tokens=micro_batch_tokens, epsilon=1.0),
         row_length=ROW,
     )
     algorithm = schema.AlgorithmSection(learning_rate=1e-2)
@@ -137,3 +140,31 @@ def test_pairs_are_not_torn_apart():
     with memory_for(step, 0, seen), pytest.raises(TrainingError, match="out of memory"):
         step.update(state, pack_preference([pair], ROW, step.micro_rows))
     assert seen == [ROWS]
+
+
+def test_an_update_whose_rows_fill_half_a_micro_batch_more_says_once_what_would_fit(caplog):
+    step = make_step()
+    data = PolicyData(pack([sequence(RNG) for _ in range(ROWS + 2)], ROW))
+    state = step.init(PARAMS)
+    for _ in range(UPDATES + 2):
+        state, report = step.update(state, data)
+    assert report["train/rows"] == 12
+    (record,) = [r for r in caplog.records if r.name == "jaxrl_async.trainer.row_fit"]
+    said = record.getMessage()
+    assert "33 %" in said and "8.0 rows" in said and "micro-batches 6." in said
+    assert said.endswith("for 0 %.")
+    advised = int(re.search(r"micro_batch_tokens=(\d+)", said)[1])
+    assert advised == 4 * ROW
+    fits = make_step(micro_batch_tokens=advised)
+    assert fits.update(fits.init(PARAMS), data)[1]["train/rows"] == ROWS + 2
+
+
+def test_where_memory_was_short_no_larger_micro_batch_is_advised(caplog):
+    step = make_step()
+    step._halvings = 1
+    data = PolicyData(pack([sequence(RNG) for _ in range(ROWS + 2)], ROW))
+    state = step.init(PARAMS)
+    for _ in range(UPDATES):
+        state, _ = step.update(state, data)
+    jax.block_until_ready(state)
+    assert not [r for r in caplog.records if r.name == "jaxrl_async.trainer.row_fit"]

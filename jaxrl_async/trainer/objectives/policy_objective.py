@@ -87,6 +87,9 @@ class PolicyObjective:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
         return {name: w * np.float32(times) for name, w in weights.items()}
 
+    def num_rows(self, data: PolicyData) -> int:
+        return len(data.batch.mask)
+
     def micro_batches(self, data: PolicyData, rows: int) -> Sequence[DeviceBatch]:
         columns = data.columns or {}
         if "weights" not in columns:

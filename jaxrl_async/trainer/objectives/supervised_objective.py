@@ -45,6 +45,9 @@ class SupervisedObjective:
     def table(self) -> dict[str, Any]:
         return trained_table(self.spec, self.lora)
 
+    def num_rows(self, data: PackedBatch) -> int:
+        return len(data.mask)
+
     def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
         weights = split(token_mean(data), rows, 0.0)
         names = COLUMNS if data.image_begins is None else COLUMNS + OF_IMAGES
