@@ -125,7 +125,7 @@ def main() -> None:
     settings = of_swaps(args.computed) if args.swaps else against_sync(args.computed)
     if args.quick:
         settings, args.seeds, args.steps = settings[:1], [0], SETTLED + 4
-    force_cpu_devices(CHIPS)
+    force_cpu_devices(CHIPS, collectives=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:

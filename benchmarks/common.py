@@ -97,12 +97,16 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def force_cpu_devices(count: int) -> None:
+def force_cpu_devices(count: int, *, collectives: bool = False) -> None:
     """Ask the CPU backend for `count` devices; call before JAX's first computation.
+
+    collectives: programs run on several of them. These can hang with as many threads as cores, and
+    with more everything is slower.
 
     Has no effect if an accelerator is the default backend or XLA_FLAGS sets the number.
     """
-    os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives can hang with fewer threads
+    if collectives:
+        os.environ.setdefault("PJRT_NPROC", "32")  # as run/builders/devices.py
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

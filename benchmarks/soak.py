@@ -1,6 +1,6 @@
 """Run for long with random faults: do memory, threads, files and device buffers stay flat?
 
-    python benchmarks/soak.py [--minutes 45] [--seed 0]
+    python benchmarks/soak.py [--minutes 45] [--seed 0] [--without-faults]
 
 The main job on the embedded addition task with a tiny decoder and two samplers, in this process,
 with evaluations and checkpoints, while faults strike about every twenty seconds: a sampler dies, a
@@ -87,13 +87,15 @@ def main() -> None:
     words.add_argument("--quick", action="store_true", help="smoke test: twenty seconds")
     words.add_argument("--minutes", type=float, default=45.0)
     words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--without-faults", action="store_true", help="the run alone")
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
     minutes = 0.3 if args.quick else args.minutes
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     jax.monitoring.register_event_duration_secs_listener(count_compiled)
-    hits = {name: AtRandom(args.seed + i) for i, name in enumerate(FAULTS)}
+    struck_by = () if args.without_faults else FAULTS
+    hits = {name: AtRandom(args.seed + i) for i, name in enumerate(struck_by)}
     with tempfile.TemporaryDirectory() as folder:
         watch = Watch(minutes * 60)
         watch.start()
@@ -104,7 +106,7 @@ def main() -> None:
         root = Path(folder) / "soak"
         steps = read_lines(root / "metrics.jsonl")[-1]["step"]
         found = audit_run(root)
-    struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items())
+    struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items()) or "no faults"
     print(f"# {minutes:g} minutes, {steps} updates; {struck}", file=sys.stderr)
     verdict = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
     print(verdict, file=sys.stderr)

@@ -62,7 +62,7 @@ def main() -> None:
     if args.remote:
         report("weight_transfer", remote_rows(args), args)
         return
-    force_cpu_devices(8)
+    force_cpu_devices(8, collectives=True)
     rows = [
         {"model": model, "meshes": name, "way": way} | row
         for model in args.models
