@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.config import schema
+from jaxrl_async.mesh import have_threads_for_collectives
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.types import IntArray
@@ -100,13 +101,12 @@ def options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def force_cpu_devices(count: int, *, collectives: bool = False) -> None:
     """Ask the CPU backend for `count` devices; call before JAX's first computation.
 
-    collectives: programs run on several of them. These can hang with as many threads as cores, and
-    with more everything is slower.
+    collectives: programs run on several of them.
 
     Has no effect if an accelerator is the default backend or XLA_FLAGS sets the number.
     """
     if collectives:
-        os.environ.setdefault("PJRT_NPROC", "32")  # as run/builders/devices.py
+        have_threads_for_collectives()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

@@ -72,6 +72,15 @@ def skip_absent_tpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def have_threads_for_collectives() -> None:
+    """Have XLA start 32 threads on a CPU, before JAX's first use, unless PJRT_NPROC says how many.
+
+    For programs on several CPU devices: their collectives can hang with as many threads as cores.
+    With more threads than cores everything is slower.
+    """
+    os.environ.setdefault("PJRT_NPROC", "32")
+
+
 class Slices(NamedTuple):
     """The trainer's mesh and those of the samplers in this process; if colocated, one sampler on
     the trainer's devices of this process."""

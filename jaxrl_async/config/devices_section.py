@@ -50,6 +50,11 @@ class AxesSection(Section):
         """Devices that the rows of a micro-batch are divided over: data * fsdp * expert."""
         return self.data * self.fsdp * self.expert
 
+    @property
+    def row_parts(self) -> int:
+        """Equal parts that a row divides into: two for each device of the context axis."""
+        return 2 * self.context if self.context > 1 else 1
+
 
 class MeshSection(Section):
     trainer: AxesSection = AxesSection()

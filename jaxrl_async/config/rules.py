@@ -334,11 +334,11 @@ def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
 @rule()
 def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
     """Require a row to divide into two equal parts per device of the context axis."""
-    context = config.mesh.trainer.context
-    if context > 1 and config.row_length % (2 * context):
+    parts = config.mesh.trainer.row_parts
+    if config.row_length % parts:
         yield (
             f"trainer.row_length ({config.row_length}; null means sampler.max_length) must be a "
-            f"multiple of 2 * mesh.trainer.context ({2 * context}): each device takes two equal "
+            f"multiple of 2 * mesh.trainer.context ({parts}): each device takes two equal "
             "parts of a row. Change one of them."
         )
 

@@ -172,5 +172,5 @@ class Config(Section):
         answers = self.algorithm.group_size - 1
         wanted = longest + answers * (min(self.sampler.max_new_tokens, longest) + 1)
         most = min(self.trainer.micro_batch_tokens // axes.row_shards, LONGEST_SHARED_ROW)
-        parts = 2 * axes.context if axes.context > 1 else 1  # a rule wants whole ones
+        parts = axes.row_parts
         return max(longest, min(-(-wanted // parts), most // parts) * parts)

@@ -31,7 +31,7 @@ def fitting_size(rows: Sequence[int], most: int, multiple: int) -> int:
     >>> fitting_size([64, 64], 42, 1), fitting_size([8, 8], 7, 2)
     (32, 4)
     """
-    sizes = range(most, max(multiple, -(-most // 2)) - 1, -multiple)
+    sizes = range(most, -(-most // 2) - 1, -multiple)
     return min(sizes, key=lambda size: sum(padded(n, size) for n in rows))
 
 

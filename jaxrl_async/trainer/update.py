@@ -124,7 +124,7 @@ class Objective(Protocol):
         """Whether a row can be learnt without the others of its micro-batch."""
 
     def num_rows(self, data: Any) -> int:
-        """Return the rows that the data lies in, without those that only fill a micro-batch."""
+        """Return the rows that the data was packed into; pairs fill whole micro-batches."""
 
     def micro_batches(self, data: Any, rows: int) -> Sequence[Any]:
         """Split the data into micro-batches of so many rows; on the host."""
@@ -266,7 +266,7 @@ class Update(Generic[ObjectiveT]):
         with device_lock:
             state, applied = self.apply(state, sums, None if at is None else np.float32(at))
             host_totals, host_applied = jax.device_get((totals, applied))
-        if self.objective.rows_are_independent and not self._halvings:
+        if not self._halvings:
             self._fit.note(self.objective.num_rows(data))
         passes = Passes(len(micros) * self.micro_rows, len(parts))
         return state, {

@@ -61,10 +61,8 @@ def test_a_row_that_shares_prompts_holds_a_group_if_a_micro_batch_does(
     row = config.row_length
     assert longest <= row <= budget // shards, "a device's part of a micro-batch"
     assert context == 1 or row % (2 * context) == 0
-    answer = min(
-        new, longest
-    )  # the prompt, and each answer; but for the first, after a repeated token
-    group = (longest - answer) + answer + (members - 1) * (1 + answer)
+    # the longest context, and each further answer after a repeated token
+    group = longest + (members - 1) * (1 + min(new, longest))
     if group + 2 * context <= budget // shards:
         assert group <= row < group + 2 * context
     assert config.longest_example == longest

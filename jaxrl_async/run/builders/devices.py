@@ -16,7 +16,14 @@ from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.config.seats_section import resident_snapshots
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.host import has_tpu
-from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceLock, DeviceLocks, Slices, skip_absent_tpu
+from jaxrl_async.mesh import (
+    NO_DEVICE_LOCK,
+    DeviceLock,
+    DeviceLocks,
+    Slices,
+    have_threads_for_collectives,
+    skip_absent_tpu,
+)
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.remote.pinning import chips_of_trainer
@@ -44,7 +51,7 @@ def claim_devices(config: Config) -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
-        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
+        have_threads_for_collectives()
     try:
         processes = config.distributed.num_processes or 1
         jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))

@@ -3,7 +3,6 @@ weights. Each process of a sampler over several hosts builds the same."""
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.mesh import (
     SAMPLER_RULES,
     check_collective,
+    have_threads_for_collectives,
     make_mesh,
     skip_absent_tpu,
     spans_processes,
@@ -151,7 +151,7 @@ def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     skip_absent_tpu()
     needed = math.prod(axes.values())
     if needed > 1:
-        os.environ.setdefault("PJRT_NPROC", "32")  # CPU collectives hang with fewer threads
+        have_threads_for_collectives()
     try:
         jax.config.update("jax_num_cpu_devices", max(1, needed // processes))
     except RuntimeError:
