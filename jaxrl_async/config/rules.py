@@ -337,7 +337,7 @@ def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
     parts = config.mesh.trainer.row_parts
     if config.row_length % parts:
         yield (
-            f"trainer.row_length ({config.row_length}; null means sampler.max_length) must be a "
+            f"trainer.row_length ({config.row_length}; if null, from sampler.max_length) must be a "
             f"multiple of 2 * mesh.trainer.context ({parts}): each device takes two equal "
             "parts of a row. Change one of them."
         )

@@ -89,6 +89,9 @@ RunName = Annotated[str, Field(pattern=RUN_NAME)]
 LONGEST_SHARED_ROW = 8192
 """Longest row, tokens, that trainer.share_prefixes makes of its own accord: on a TPU and with cuDNN
 attention reads a mask of each pair of a row's tokens, about 1 GB of it at this length."""
+CHEAP_SHARED_ROW = 2048
+"""Length up to which it does so whatever the contexts' length; beyond, a row holds two of the
+longest at most. Attention by XLA's programs keeps a score of each pair of a row's tokens."""
 
 
 class Config(Section):
@@ -166,11 +169,13 @@ class Config(Section):
     @property
     def _length_of_a_group(self) -> int:
         """Length of a row that holds the longest context and as many more answers as a group has,
-        each behind a token of the prompt. It is at most a device's share of a micro-batch, and
-        LONGEST_SHARED_ROW, but never shorter than that context."""
-        longest, axes = self.sampler.max_length, self.mesh.trainer
-        answers = self.algorithm.group_size - 1
-        wanted = longest + answers * (min(self.sampler.max_new_tokens, longest) + 1)
-        most = min(self.trainer.micro_batch_tokens // axes.row_shards, LONGEST_SHARED_ROW)
-        parts = axes.row_parts
-        return max(longest, min(-(-wanted // parts), most // parts) * parts)
+        each behind a token of the prompt; or less, where attention would cost too much. Rows fill a
+        device's share of a micro-batch; none is shorter than that context."""
+        longest, parts = self.sampler.max_length, self.mesh.trainer.row_parts
+        answer = longest if self.task else min(self.sampler.max_new_tokens, longest)  # all turns'
+        wanted = longest + (self.algorithm.group_size - 1) * (answer + 1)
+        share = self.trainer.micro_batch_tokens // self.mesh.trainer.row_shards
+        most = min(share, max(CHEAP_SHARED_ROW, 2 * longest), LONGEST_SHARED_ROW)
+        wanted = max(longest, min(-(-wanted // parts) * parts, most))
+        filling = min(share // max(1, share // wanted), most)
+        return max(longest, filling // parts * parts)

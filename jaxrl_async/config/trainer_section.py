@@ -29,13 +29,14 @@ class TrainerSection(Section):
     the mean), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
     row_length: Positive | None = None
     """Length of a packed row, tokens; null: sampler.max_length, or with share_prefixes enough for a
-    group's longest answers, up to a device's share of micro_batch_tokens and 8192."""
+    group's longest answers, up to a device's share of micro_batch_tokens, the larger of 2048 and
+    twice sampler.max_length, and 8192."""
     share_prefixes: bool = False
     """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
     once in a row for several of them, if fewer rows come out of it. The update is the same up to
     rounding. A row_length of your own should have room for a prompt and several answers."""
     micro_batch_tokens: Positive = 4096
-    """Tokens, padding included, per forward and backward pass."""
+    """Most tokens, padding included, per forward and backward pass; at least a row per device."""
     logprob_chunk: Positive = 1024
     """Tokens per device whose logits are in memory at once."""
     cpu_kernels: bool = True

@@ -127,17 +127,17 @@ class ExampleStream(Generic[T]):
 
 
 def demonstrations(
-    data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int
+    data: DataSection, tokenizer: Tokenizer, seed: int, most_tokens: int
 ) -> ExampleSplit[Demonstration]:
-    """Return prompts with the answers to imitate, of at most row_length tokens.
+    """Return prompts with the answers to imitate, of at most so many tokens.
 
     The embedded task gives worked answers, and the sum alone for 1 - data.addition.worked_share of
     its problems. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
-        return _read(data, lambda path: _read_demonstrations(path, data, tokenizer, row_length))
+        return _read(data, lambda path: _read_demonstrations(path, data, tokenizer, most_tokens))
     section = data.addition
-    _check_longest(section.digits, tokenizer, row_length)
+    _check_longest(section.digits, tokenizer, most_tokens)
     train = AdditionSource(AdditionStream(section, seed), tokenizer, section.worked_share)
     held = AdditionSource(
         held_out(section.digits, section.eval_size), tokenizer, section.worked_share
@@ -149,13 +149,13 @@ def demonstrations(
 
 
 def _read_demonstrations(
-    path: str, data: DataSection, tokenizer: Tokenizer, row_length: int
+    path: str, data: DataSection, tokenizer: Tokenizer, most_tokens: int
 ) -> list[Demonstration]:
     reader = RecordReader(data, tokenizer, taught=True)
 
     def parse(fields: Mapping[str, Any]) -> Demonstration:
         pair = supervised_pair(reader.record(fields), tokenizer)
-        if len(pair[0]) > row_length:
+        if len(pair[0]) > most_tokens:
             raise BadRecord(Bad.PAIR_TOO_LONG)
         return pair
 
@@ -169,7 +169,7 @@ def _read_demonstrations(
 
 
 def own_demonstrations(
-    own: OwnRecords, tokenizer: Tokenizer, row_length: int
+    own: OwnRecords, tokenizer: Tokenizer, most_tokens: int
 ) -> ExampleSplit[Demonstration | None]:
     """Return a task's worked conversations, made on demand; None for one that is too long.
 
@@ -179,7 +179,7 @@ def own_demonstrations(
 
     def fitting(record: Record) -> Demonstration | None:
         pair = supervised_pair(record, tokenizer)
-        return pair if len(pair[0]) <= row_length else None
+        return pair if len(pair[0]) <= most_tokens else None
 
     train, held = own.source("train", taught=True), own.source("eval", taught=True)
     fitting(train[0])  # says at the start what they lack
@@ -200,19 +200,19 @@ def own_demonstrations(
 
 
 def preferences(
-    data: DataSection, tokenizer: Tokenizer, seed: int, row_length: int, *, halves: bool
+    data: DataSection, tokenizer: Tokenizer, seed: int, most_tokens: int, *, halves: bool
 ) -> ExampleSplit[PreferencePair]:
-    """Return prompts with a chosen and a rejected answer, each at most row_length tokens together.
+    """Return prompts with a chosen and a rejected answer, each at most so many tokens together.
 
     The embedded task sets the worked answer against one of addition.wrong_answer. halves: whether
     single judged answers can be used. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
         return _read(
-            data, lambda path: _read_pairs(path, data, tokenizer, row_length, halves=halves)
+            data, lambda path: _read_pairs(path, data, tokenizer, most_tokens, halves=halves)
         )
     section = data.addition
-    _check_longest(section.digits, tokenizer, row_length)
+    _check_longest(section.digits, tokenizer, most_tokens)
     problems = AdditionStream(section, seed)
     return ExampleSplit(
         _Made(lambda i: _addition_pair(problems[i], (seed, i), tokenizer), len(problems)),
@@ -234,9 +234,9 @@ def _addition_pair(problem: Problem, seed: tuple[int, int], tokenizer: Tokenizer
 
 
 def _read_pairs(
-    path: str, data: DataSection, tokenizer: Tokenizer, row_length: int, *, halves: bool
+    path: str, data: DataSection, tokenizer: Tokenizer, most_tokens: int, *, halves: bool
 ) -> list[PreferencePair]:
-    pairs = read_preferences(path, data, tokenizer, max_tokens=row_length)
+    pairs = read_preferences(path, data, tokenizer, max_tokens=most_tokens)
     alone = sum(len(pair.answers) == 1 for pair in pairs)
     if alone and not halves:
         raise DataError(
@@ -257,15 +257,15 @@ def _read(data: DataSection, read: Callable[[str], list[T]]) -> ExampleSplit[T]:
     return ExampleSplit(train, jsonl_split(data.jsonl, "eval", once))
 
 
-def _check_longest(digits: int, tokenizer: Tokenizer, row_length: int) -> None:
+def _check_longest(digits: int, tokenizer: Tokenizer, most_tokens: int) -> None:
     """Raise ConfigError if a problem of so many digits does not fit a row."""
     problem = Problem(a=10**digits - 1, b=10**digits - 1)
     answer = worked_answer(problem.a, problem.b)
     longest = len(tokenizer.encode_prompt(problem.prompt, BARE))
     longest += len(tokenizer.encode_answer(problem.prompt, answer, BARE))
-    if longest > row_length:
+    if longest > most_tokens:
         raise ConfigError(
-            f"data.addition.digits = {digits} makes examples of up to {longest} tokens, but a "
-            f"training row has {row_length}. Lower it, or raise trainer.row_length (or "
+            f"data.addition.digits = {digits} makes examples of up to {longest} tokens, but "
+            f"what is learnt may have {most_tokens}. Lower it, or raise trainer.row_length (or "
             "sampler.max_length, if row_length is null)."
         )

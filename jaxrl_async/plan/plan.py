@@ -376,7 +376,7 @@ def learning_of(
         + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
         + side.timings["cast"].estimate_s
     )
-    squares = full * attended_length(spec, config.row_length)
+    squares = full * attended_length(spec, config.longest_example)
     flops = learning_flops(spec, full, squares, lora_of(spec, config.model.lora))
     flops += flops_of_lengths(spec, full, squares) if runs_reference(config) else 0
     return Learning(

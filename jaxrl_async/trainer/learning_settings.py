@@ -68,6 +68,5 @@ class LearningSettings:
 
 
 def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
-    """Return the rows within the token budget, at least one, rounded up to a row per device."""
-    rows = max(1, micro_batch_tokens // row_length)
-    return -(-rows // num_row_shards) * num_row_shards
+    """Return the rows within the token budget, as many on each device, and one at least."""
+    return max(1, micro_batch_tokens // row_length // num_row_shards) * num_row_shards

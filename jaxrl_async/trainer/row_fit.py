@@ -26,17 +26,19 @@ def fitting_size(rows: Sequence[int], most: int, multiple: int) -> int:
     """Return the size of micro-batches, rows, with which updates of so many rows compute fewest;
     of equal ones the largest.
 
-    most: today's size; a size is a multiple of `multiple` and at least half of it.
+    most: today's size. A size is a multiple of `multiple`, and at least half of today's unless each
+    update fits in a micro-batch of a smaller one.
 
-    >>> fitting_size([64, 64], 42, 1), fitting_size([8, 8], 7, 2)
-    (32, 4)
+    >>> fitting_size([64, 64], 42, 1), fitting_size([8, 8], 7, 2), fitting_size([3, 1], 32, 1)
+    (32, 4, 3)
     """
-    sizes = range(most, -(-most // 2) - 1, -multiple)
+    least = min(-(-most // 2), padded(max(rows), multiple))
+    sizes = range(most, least - 1, -multiple)
     return min(sizes, key=lambda size: sum(padded(n, size) for n in rows))
 
 
 class RowFit:
-    """What the updates of a run were packed into; says once if much of their rows is padding."""
+    """What a run's updates were packed into; says once if much of their rows is padding."""
 
     def __init__(self, size: int, multiple: int, row_length: int) -> None:
         """size: rows of a micro-batch, a multiple of `multiple`; row_length: tokens."""
@@ -57,8 +59,9 @@ class RowFit:
         if now - held <= MOST_PADDING * now or now - then <= LEAST_SAVED * now:
             return
         log.warning(
-            "%.0f %% of the rows that an update computes are empty: on average it has %.1f rows,"
-            " and its micro-batches %d. Set trainer.micro_batch_tokens=%d (%d rows) for %.0f %%.",
+            "%.0f %% of the rows that an update computes are empty: on average it fills %.1f rows,"
+            " and a micro-batch has %d. With trainer.micro_batch_tokens=%d (rows: %d)"
+            " %.0f %% are empty.",
             100 * (1 - held / now),
             held / len(self._rows),
             self._size,

@@ -10,7 +10,7 @@ and keeps that size.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -123,9 +123,6 @@ class Objective(Protocol):
     def rows_are_independent(self) -> bool:
         """Whether a row can be learnt without the others of its micro-batch."""
 
-    def num_rows(self, data: Any) -> int:
-        """Return the rows that the data was packed into; pairs fill whole micro-batches."""
-
     def micro_batches(self, data: Any, rows: int) -> Sequence[Any]:
         """Split the data into micro-batches of so many rows; on the host."""
 
@@ -160,13 +157,19 @@ class Update(Generic[ObjectiveT]):
         *,
         learning_rate: float,
         total_steps: int,
+        packed_rows: Callable[[Any], int] | None = None,
     ) -> None:
-        """learning_rate: its peak; total_steps: length of its schedule, in updates."""
+        """Prepare it; learning_rate is its peak, and total_steps its schedule's length in updates.
+
+        packed_rows: counts the rows that an update's data was packed into; if given, the log says
+            where they do not fit the micro-batches.
+        """
         self.objective, self.settings = objective, settings
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
         self.micro_rows = settings.micro_rows(objective.rows_are_independent)
         self._halvings = 0
         self._fit = RowFit(self.micro_rows, settings.num_row_shards, settings.row_length)
+        self._packed_rows = packed_rows
         self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
@@ -266,8 +269,8 @@ class Update(Generic[ObjectiveT]):
         with device_lock:
             state, applied = self.apply(state, sums, None if at is None else np.float32(at))
             host_totals, host_applied = jax.device_get((totals, applied))
-        if not self._halvings:
-            self._fit.note(self.objective.num_rows(data))
+        if self._packed_rows and not self._halvings:
+            self._fit.note(self._packed_rows(data))
         passes = Passes(len(micros) * self.micro_rows, len(parts))
         return state, {
             **summarize(host_totals),

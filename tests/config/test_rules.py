@@ -11,6 +11,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.rules import RULES, check_rules
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,20 +59,30 @@ def test_a_row_that_shares_prompts_holds_a_group_if_a_micro_batch_does(
         algorithm={"group_size": members},
         trainer={"share_prefixes": True, "micro_batch_tokens": budget},
     )
-    row = config.row_length
-    assert longest <= row <= budget // shards, "a device's part of a micro-batch"
+    row, share = config.row_length, budget // shards
+    assert longest <= row <= share, "a device's part of a micro-batch"
     assert context == 1 or row % (2 * context) == 0
     # the longest context, and each further answer after a repeated token
     group = longest + (members - 1) * (1 + min(new, longest))
-    if group + 2 * context <= budget // shards:
-        assert group <= row < group + 2 * context
+    most = min(share, max(2048, 2 * longest))
+    if group + 2 * context <= most:
+        assert row >= group
+    longer = row + (2 * context if context > 1 else 1)
+    assert longer > most or share // row * longer > share, "they fill a micro-batch"
+    rows = rows_per_micro_batch(budget, row, shards)
+    assert rows * row <= budget and rows % shards == 0
     assert config.longest_example == longest
 
 
 def test_a_row_shares_no_more_than_a_mask_allows_and_only_where_it_is_asked_to():
     wide = {"sampler": {"max_length": 4096, "max_new_tokens": 4000}}
-    budget = {"micro_batch_tokens": 1_000_000}
+    budget = {"micro_batch_tokens": 1_048_576}
     assert Config(**wide, trainer=budget | {"share_prefixes": True}).row_length == 8192
+    short = {"sampler": {"max_length": 512, "max_new_tokens": 448}}
+    assert Config(**short, trainer=budget | {"share_prefixes": True}).row_length == 2048
+    turns = {"sampler": {"max_length": 512, "max_new_tokens": 8}, "algorithm": {"group_size": 3}}
+    many_turns = Config(**turns, task="calculator", trainer=budget | {"share_prefixes": True})
+    assert many_turns.row_length >= 512 + 2 * 513, "an answer of several turns may be as long"
     longer = {"sampler": {"max_length": 10_000}, "trainer": budget | {"share_prefixes": True}}
     assert Config(**longer).row_length == 10_000
     assert Config(**wide, trainer=budget).row_length == 4096

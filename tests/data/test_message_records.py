@@ -155,7 +155,7 @@ def test_a_last_answer_is_imitated_with_its_calls_and_thinking(tmp_path):
     path = lines(
         tmp_path, *[{"messages": [SYSTEM, ASKED, calling]}, {"messages": [ASKED, SAID]}] * 2
     )
-    split = demonstrations(section(path), tokenizer, 0, row_length=400)
+    split = demonstrations(section(path), tokenizer, 0, most_tokens=400)
     ids, mask = split.train[0]
     assert tokenizer.decode_all(ids[mask]) == (
         '<think>\nso\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'

@@ -181,6 +181,13 @@ def test_attention_refuses_arrays_that_do_not_fit(wrong: str) -> None:
         flash(q, q, values, segments, sinks_H=sinks).block_until_ready()
 
 
+def test_a_window_in_a_tree_is_refused_without_positions() -> None:
+    q = jnp.ones((1, 8, 2, 4))
+    until = jnp.full((1, 8), 8, jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="flash: shapes do not fit"):
+        tree_flash(q, q, q, until, Scoring(window=3)).block_until_ready()
+
+
 def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes() -> None:
     """In a row with others, by itself (on one thread), and again while the threads are busy."""
     rng = np.random.default_rng(0)
@@ -194,9 +201,16 @@ def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes
     def bits(segments: NDArray[np.int32], *arrays: NDArray[np.float32]) -> list[NDArray[Any]]:
         return [np.asarray(x) for x in jax.tree.leaves(gradients(segments, *arrays))]
 
+    for others in ([60], [5], [1, 1], [3, 20, 9]):
+        begin, rest = sum(others), 90 if others == [60] else 20
+        given = [x[:, : begin + rest].copy() for x in (q, k, v, above)]
+        whole = bits(segments_of([*others, rest]), *given)
+        alone = bits(segments_of([rest]), *(x[:, begin:].copy() for x in given))
+        assert all((a == b[:, begin:]).all() for a, b in zip(alone, whole, strict=True)), others
+        given[2][:, 0] = np.nan
+        beside_nan = bits(segments_of([*others, rest]), *given)
+        assert all((a == b[:, begin:]).all() for a, b in zip(alone, beside_nan, strict=True))
     whole = bits(segments_of([60, 90]), q, k, v, above)
-    alone = bits(segments_of([90]), *(x[:, 60:].copy() for x in (q, k, v, above)))
-    assert all((a == b[:, 60:]).all() for a, b in zip(alone, whole, strict=True))
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(np.eye(512))
     for _ in range(5):
         again = bits(segments_of([60, 90]), q, k, v, above)

@@ -151,8 +151,8 @@ def test_an_update_whose_rows_fill_half_a_micro_batch_more_says_once_what_would_
     assert report["train/rows"] == 12
     (record,) = [r for r in caplog.records if r.name == "jaxrl_async.trainer.row_fit"]
     said = record.getMessage()
-    assert "33 %" in said and "8.0 rows" in said and "micro-batches 6." in said
-    assert said.endswith("for 0 %.")
+    assert "33 %" in said and "8.0 rows" in said and "a micro-batch has 6." in said
+    assert said.endswith(" 0 % are empty.")
     advised = int(re.search(r"micro_batch_tokens=(\d+)", said)[1])
     assert advised == 4 * ROW
     fits = make_step(micro_batch_tokens=advised)

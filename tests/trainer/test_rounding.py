@@ -34,9 +34,6 @@ class Given:
 
     spec, table, prefix, rows_are_independent = tiny_spec(8), TABLE, "train", True
 
-    def num_rows(self, data: Any) -> int:
-        return 1
-
     def micro_batches(self, data: Any, rows: int) -> Any:
         return [data]
 

@@ -47,7 +47,8 @@ def tree_flash(
     sinks_H: Array | None = None,
 ) -> Array:
     """Attend as `flash`, where contexts share prefixes (attention.tree_reference): a block of
-    queries computes its scores for those panels of 32 keys of which it sees any."""
+    queries computes its scores for those panels of 32 keys of which it sees any. Padding sees
+    itself. A window needs positions in the extent, [B, T, 2]."""
     how = _How(scoring, in_tree=True)
     out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, extent_BT, or_none(sinks_H), how)
     return out
@@ -98,7 +99,7 @@ def _flash_backward(
     if sinks.size:  # a sink's share times what its query expects of a gradient, and no value
         expected = jnp.einsum("bthk,bthk->bht", grad, out)
         share = jnp.exp(sinks[:, None] - sums)
-        if not how.in_tree:  # else padding is no query of anyone's, whose gradient is 0
+        if not how.in_tree:  # in a tree, padding's output has no gradient, and its share adds 0
             share = jnp.where(extent[:, None] > 0, share, 0.0)
         of_sinks = -jnp.einsum("bht,bht->h", share, expected)
     return dq, dk, dv, None, of_sinks

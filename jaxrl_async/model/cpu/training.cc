@@ -101,8 +101,8 @@ struct Heads {
   int64_t number(int64_t b, int64_t t, int64_t h) const { return (b * H + h) * T + t; }
 };
 
-// Neighbouring tokens of a row that see each other alone: a segment, contexts that share a prefix,
-// or several of these that are short.
+// Neighbouring tokens of a row that see each other alone: a segment, or contexts that share a
+// prefix.
 struct Run {
   int64_t row, begin, length;
 };
@@ -115,13 +115,6 @@ struct Extents {
   double squares = 0;
 
   void add(int64_t row, int64_t begin, int64_t end) {
-    if (!runs.empty()) {
-      Run& last = runs.back();
-      if (last.row == row && last.begin + last.length == begin && end - last.begin <= kQueries) {
-        last.length = end - last.begin;
-        return;
-      }
-    }
     runs.push_back({row, begin, end - begin});
     squares += static_cast<double>(end - begin) * (end - begin);
   }
@@ -153,6 +146,8 @@ Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
         return std::clamp<int64_t>(extent[(b * s.T + place) * columns], place + 1, most);
       };
       end = bounded(t, s.T);
+      if (end == t + 1)  // padding: neighbours that see themselves alone share a block of queries
+        while (end < s.T && end - t < kQueries && bounded(end, s.T) == end + 1) ++end;
       for (int64_t i = t; i < end; ++i) {
         const int64_t at = b * s.T + i;
         found.until[at] = static_cast<int32_t>(bounded(i, end));
@@ -273,11 +268,11 @@ float dot_of(const float* x, const float* y, int64_t count) {
 }
 
 bool fits(ffi::Span<const int64_t> q, ffi::Span<const int64_t> k, ffi::Span<const int64_t> v,
-          ffi::Span<const int64_t> extent, bool in_tree) {
+          ffi::Span<const int64_t> extent, bool in_tree, bool window) {
   const bool has_positions = in_tree && extent.size() == 3 && extent[2] == 2;
   return q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && k[2] > 0 && q[2] % k[2] == 0 &&
          std::equal(k.begin(), k.end(), v.begin(), v.end()) &&
-         (extent.size() == 2 || has_positions) && extent[0] == q[0] && extent[1] == q[1];
+         (has_positions || (extent.size() == 2 && !(in_tree && window))) && extent[0] == q[0] && extent[1] == q[1];
 }
 
 Extents extents_of(ffi::Buffer<ffi::S32>& extent, bool in_tree, const Heads& s) {
@@ -296,7 +291,8 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
                  bool in_tree) {
   const auto qs = q.dimensions(), ks = k.dimensions();
   const int64_t logits = sinks.element_count();
-  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree) || (logits && logits != qs[2]))
+  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree, window != 0) ||
+      (logits && logits != qs[2]))
     return ffi::Error::InvalidArgument("flash: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
   const Extents extents = extents_of(extent, in_tree, s);
@@ -385,7 +381,7 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                       ffi::ResultBuffer<ffi::F32> dk, ffi::ResultBuffer<ffi::F32> dv,
                       int64_t window, float scale, float cap, bool in_tree) {
   const auto qs = q.dimensions(), ks = k.dimensions();
-  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree))
+  if (!fits(qs, ks, v.dimensions(), extent.dimensions(), in_tree, window != 0))
     return ffi::Error::InvalidArgument("flash_back: shapes do not fit");
   const Heads s{qs[0], qs[1], qs[2], ks[2], qs[3], window, scale, cap};
   const Extents extents = extents_of(extent, in_tree, s);

@@ -58,9 +58,6 @@ class CriticObjective:
     def table(self) -> dict[str, Any]:
         return head_table(self.spec, "value")
 
-    def num_rows(self, data: CriticData) -> int:
-        return len(data.batch.mask)
-
     def micro_batches(self, data: CriticData, rows: int) -> Sequence[CriticBatch]:
         weights = token_mean(data.batch) if data.weights is None else data.weights
         extra = [

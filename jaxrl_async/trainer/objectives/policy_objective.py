@@ -87,9 +87,6 @@ class PolicyObjective:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
         return {name: w * np.float32(times) for name, w in weights.items()}
 
-    def num_rows(self, data: PolicyData) -> int:
-        return len(data.batch.mask)
-
     def micro_batches(self, data: PolicyData, rows: int) -> Sequence[DeviceBatch]:
         columns = data.columns or {}
         if "weights" not in columns:
@@ -193,7 +190,11 @@ def policy_update(
         num_lags=num_lags,
     )
     return Update(
-        objective, settings, learning_rate=algorithm.learning_rate, total_steps=total_steps
+        objective,
+        settings,
+        learning_rate=algorithm.learning_rate,
+        total_steps=total_steps,
+        packed_rows=lambda data: len(data.batch.mask),
     )
 
 

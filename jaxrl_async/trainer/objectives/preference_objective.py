@@ -65,9 +65,6 @@ class PreferenceObjective:
     def table(self) -> dict[str, Any]:
         return trained_table(self.spec, self.lora)
 
-    def num_rows(self, data: PreferenceData) -> int:
-        return len(data.batch.segment_ids)
-
     def micro_batches(self, data: PreferenceData, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
         return micro_batches_of(data.batch, rows)
 

@@ -46,9 +46,6 @@ class RewardObjective:
             else {**adapter_table(self.spec, self.lora), HEAD: whole[HEAD]}
         )
 
-    def num_rows(self, data: PreferenceBatch) -> int:
-        return len(data.segment_ids)
-
     def micro_batches(self, data: PreferenceBatch, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
         return micro_batches_of(data, rows)
 

@@ -45,9 +45,6 @@ class SupervisedObjective:
     def table(self) -> dict[str, Any]:
         return trained_table(self.spec, self.lora)
 
-    def num_rows(self, data: PackedBatch) -> int:
-        return len(data.mask)
-
     def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
         weights = split(token_mean(data), rows, 0.0)
         names = COLUMNS if data.image_begins is None else COLUMNS + OF_IMAGES
@@ -104,8 +101,22 @@ class SupervisedObjective:
 
 
 def supervised_update(
-    spec: ModelSpec, settings: LearningSettings, *, learning_rate: float, total_steps: int
+    spec: ModelSpec,
+    settings: LearningSettings,
+    *,
+    learning_rate: float,
+    total_steps: int,
+    advises: bool = False,
 ) -> Update[SupervisedObjective]:
-    """Make the update of a policy by given answers. Raises ConfigError."""
-    objective = SupervisedObjective(spec, settings.decoder(spec), settings.lora)
-    return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
+    """Make the update of a policy by given answers.
+
+    advises: whether the log says where the data does not fit the micro-batches; not of a warm
+        start, whose examples say nothing of the run's answers. Raises ConfigError.
+    """
+    return Update(
+        SupervisedObjective(spec, settings.decoder(spec), settings.lora),
+        settings,
+        learning_rate=learning_rate,
+        total_steps=total_steps,
+        packed_rows=(lambda data: len(data.mask)) if advises else None,
+    )
