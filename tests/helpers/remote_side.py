@@ -91,6 +91,12 @@ class SamplerSide:
         self.swap(self.receiver.first(WAIT_S))
         return self
 
+    def enter(self):
+        """Begin, and wait until versions wait for it; of the newest weights alone."""
+        self.begin()
+        assert self.entered.wait(WAIT_S)
+        return self
+
     def swap(self, update):
         np.testing.assert_array_equal(update.params["w"], weights(update.version)["w"])
         assert not self.drawn or update.version > self.drawn[-1]

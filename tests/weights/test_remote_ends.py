@@ -49,7 +49,7 @@ def test_the_trainers_weights_may_be_donated_right_after_publish():
 
 def test_no_publish_waits_for_a_sampler_and_two_copies_are_the_most():
     with TrainerSide() as side:
-        fast, slow = side.join("fast").begin(), side.join("slow").begin()
+        fast, slow = side.join("fast").enter(), side.join("slow").enter()
         slow.fetching.go.clear()
         for version in range(1, 30):
             side.publish(version)
@@ -83,7 +83,7 @@ def test_without_any_sampler_the_newest_weights_wait_for_one_and_the_live_versio
 
 def test_one_that_is_too_old_to_join_gets_newer_weights_first_and_is_waited_for():
     with TrainerSide() as side:
-        old, late = side.join("old").begin(), side.join("late")
+        old, late = side.join("old").enter(), side.join("late")
         first = late.receiver.first(30)
         for version in (1, 2):
             side.publish(version)
@@ -106,7 +106,7 @@ def test_one_that_is_too_old_to_join_gets_newer_weights_first_and_is_waited_for(
 @pytest.mark.parametrize("how", ["leaves", "is lost"])
 def test_the_slowest_one_going_lets_the_live_version_rise(how):
     with TrainerSide() as side:
-        fast, slow = side.join("fast").begin(), side.join("slow").begin()
+        fast, slow = side.join("fast").enter(), side.join("slow").enter()
         slow.fetching.go.clear()
         side.publish(1)
         fast.draw_from(1)
@@ -120,7 +120,7 @@ def test_the_slowest_one_going_lets_the_live_version_rise(how):
 
 def test_local_and_remote_samplers_share_a_channel():
     with TrainerSide(links=[FunctionLink(lambda p: p)]) as side:
-        local, remote = side.channel.subscribe(), side.join().begin()
+        local, remote = side.channel.subscribe(), side.join().enter()
         side.publish(1)
         remote.draw_from(1)
         assert side.channel.live_version == 0
