@@ -519,14 +519,17 @@ def test_a_limit_ends_the_episode_whatever_the_program_does_then():
 
 
 def test_one_members_failure_ends_the_others_programs_and_sessions():
-    sessions, ended = Sessions(), []
+    sessions, asleep, ended = Sessions(), [], []
 
     async def program(agent):
         session = sessions.find(agent.api_key)
         await session.draw(np.array([1]))
         if session.place.member == 1:
+            while len(asleep) < 2:
+                await asyncio.sleep(0.001)
             raise ValueError("no")
         try:
+            asleep.append(session.label)
             await asyncio.sleep(30)
         finally:
             ended.append(session.label)
