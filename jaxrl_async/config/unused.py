@@ -55,6 +55,7 @@ OF_OUR_ENGINE = (
     "prefix_cache",
     "matmul",
     "attention",
+    "compile_ahead",
 )
 """Settings of sampler that a server of somebody else has flags of its own for."""
 OF_OUTSIDERS = ("outsider_key_variable", "outsider_tries")

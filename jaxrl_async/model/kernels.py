@@ -45,6 +45,9 @@ MAX_RAGGED_QUERIES = 32
 """Query tokens in a block, as in most entries of JAX's tuned table."""
 RAGGED_KV_BYTES = 4 * 2**20
 """VMEM for the two buffers that pages are copied into; a kernel may use 16 MiB in all."""
+RAGGED_TABLE_BYTES = 2**19
+"""Scalar memory for the page indices of one call, of 1 MiB on a TPU v5e. Of 256 sequences the
+compiler takes 512 pages each, and refuses 900."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,6 +606,17 @@ def ragged_blocks(
     page_bytes = 2 * page_size * rows * head_dim * itemsize
     most = max(1, RAGGED_KV_BYTES // page_bytes)
     return min(pages_per_seq, MAX_RAGGED_PAGES, most), min(tokens, MAX_RAGGED_QUERIES)
+
+
+def sequences_in_a_call(pages_per_seq: int) -> int:
+    """Return how many sequences a call of `ragged_paged` takes: their page indices, in rows of
+    multiples of 128 of 4 bytes, lie in scalar memory.
+
+    >>> sequences_in_a_call(64), sequences_in_a_call(1026)
+    (1024, 112)
+    """
+    row_bytes = 4 * 128 * -(-pages_per_seq // 128)
+    return max(8, RAGGED_TABLE_BYTES // row_bytes // 8 * 8)
 
 
 def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:

@@ -37,6 +37,7 @@ from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.outcomes import ended, request_as_data
 from jaxrl_async.sampler.batch.renewal import new_version
 from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
+from jaxrl_async.sampler.compiling import CompilingAhead
 from jaxrl_async.sampler.device.arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime, Living
@@ -365,6 +366,7 @@ class DecodeLoop:
         self.finished: list[tuple[Running, Output]] = []  # not handed out yet
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
+        self._compiling: CompilingAhead | None = None  # begun with the first block
         self._blocks = 0  # that were decoded
         self._idle_from: float | None = None  # since when there has been nothing to do
         self._longest_sleep_s = math.inf  # in a replay short: it may sleep through a wake-up
@@ -382,6 +384,7 @@ class DecodeLoop:
         try:
             if self._lifetime.closed:
                 self.fail_all(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
+                self._compile_ahead(None)
                 return None
             if self.batch is None:
                 self.open_batch()
@@ -393,6 +396,7 @@ class DecodeLoop:
             log.error("the sampler stopped: %s", error, exc_info=error)
             self.fail_all(error)
             self._setup.settings.followers.fail(error)
+            self._compile_ahead(None)
             return None
         if self.busy:
             return 0.0 if took_in else LOOK_S
@@ -419,6 +423,7 @@ class DecodeLoop:
                 one_version=section.on_new_weights == "restart",
                 adapters=self._setup.places,
                 images=self._setup.settings.images,
+                mixes=self._setup.settings.mixes,
             )
         new_version(self.batch, self.weights.version)
         return self.batch
@@ -437,6 +442,8 @@ class DecodeLoop:
                 with span("wait for the block"):
                     block = batch.wait_for_block()
                 self._finish_block(batch, block)
+            if self._blocks == 1:
+                self._compile_ahead(batch)
         with self.changing:
             self._note_first_tokens(batch)
             if not batch.placed:  # no block will run: nothing to overlap with
@@ -447,6 +454,18 @@ class DecodeLoop:
         version, drawing = self.weights.version, len(batch.placed)
         add_span("block", start, end, version=version, sequences=drawing)
         return True
+
+    def _compile_ahead(self, batch: Batch | None) -> None:
+        """Begin to compile what the first block did not need; None: end it."""
+        settings = self._setup.settings
+        if self._compiling is not None:
+            self._compiling.stop()
+            self._compiling = None
+        if batch is not None and settings.mixes and self._one_process:
+            budget = self._setup.section.prefill_chunk
+            self._compiling = CompilingAhead(
+                batch, self.weights.prepared, budget, settings.mixes, settings.name
+            )
 
     def _take_in(self, batch: Batch, *, idle: bool) -> bool:
         """Take in requests, commands, cancellations and weights; False: not yet, in a replay."""

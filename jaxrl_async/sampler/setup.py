@@ -39,6 +39,7 @@ from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.request_checks import INT32_END, Room
 from jaxrl_async.sampler.swap import Probe
@@ -65,6 +66,7 @@ class SamplerSettings:
     device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK  # held while its devices compute
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
+    mixes: tuple[Mix, ...] = ()  # that requests will ask for: what draws them is compiled ahead
 
     @property
     def probe_tokens(self) -> IntArray | None:

@@ -192,6 +192,11 @@ def test_the_samplers_programs_compile_and_decode_in_place(programs):
     assert programs["sampler prefill"]["temp_bytes"] < block["pages_bytes"]
 
 
+def test_page_tables_beyond_the_scalar_memory_are_divided_among_calls(programs):
+    """256 rows of up to 32,768 tokens, whose page numbers alone take more than 1 MiB."""
+    assert programs["sampler block of long contexts"]["kernels"] == 2 * 3, "three calls a layer"
+
+
 def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
     """All sixteen chips of v5e:4x4, four to a host; every host can read what was drawn."""
     block, alone = programs["sampler block over hosts"], programs["sampler block"]

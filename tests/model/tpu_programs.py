@@ -259,7 +259,14 @@ def ragged(
 
 
 def sampler_program(
-    name: str, *, kv_heads: int = 2, shape: Any = None, base: str = "", **axes: int
+    name: str,
+    *,
+    kv_heads: int = 2,
+    shape: Any = None,
+    base: str = "",
+    slots: int = 16,
+    context_pages: int = 2,
+    **axes: int,
 ) -> dict[str, Any]:
     """A prefill or a whole decode block of the sampler's engine, on one chip or on these axes."""
     mesh = mesh_of(**axes)
@@ -272,7 +279,7 @@ def sampler_program(
     )
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
-        model=spec, slots=16, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
+        model=spec, slots=slots, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
         mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
     )  # fmt: skip
     engine = Engine(engine_spec)
@@ -300,16 +307,19 @@ def sampler_program(
         )  # fmt: skip
         return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
     run = DecodeArgs(
-        rows=np.arange(16, dtype=np.int32),
+        rows=np.arange(slots, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
         num_reserve=np.int32(0),
-        lengths=np.full(24, 40, np.int32),
-        drawn=np.zeros(24, np.int32),
-        tables=np.zeros((24, len(engine_spec.kv_layout.groups), 4), np.int32),
+        lengths=np.full(slots + 8, 40, np.int32),
+        drawn=np.zeros(slots + 8, np.int32),
+        tables=np.zeros(
+            (slots + 8, len(engine_spec.kv_layout.groups), context_pages + 2), np.int32
+        ),
         steps=np.int32(16),
     )
-    lower = engine.programs.generate.lower(weights, state, run, context_pages=2, mix=Mix())
-    program = lower.compile()
+    program = engine.programs.generate.lower(
+        weights, state, run, context_pages=context_pages, mix=Mix()
+    ).compile()
     return {
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
@@ -338,6 +348,9 @@ GEMMA3 = {"family": "gemma3_text", "layers": 12, "window": 100}
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill": partial(sampler_program, "prefill"),
     "sampler block": partial(sampler_program, "block"),
+    "sampler block of long contexts": partial(
+        sampler_program, "block", slots=256, context_pages=1024
+    ),
     "sampler prefill over hosts": partial(sampler_program, "prefill", kv_heads=16, tensor=16),
     "sampler block over hosts": partial(sampler_program, "block", kv_heads=16, tensor=16),
     "sampler prefill of gemma3": partial(sampler_program, "prefill", shape=GEMMA3),

@@ -1,14 +1,18 @@
 """Both forms of decode attention, and every way through the pages, give the same tokens."""
 
+import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
+from remote_side import eventually
 from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 from whole_rows import logprobs_of
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
+from jaxrl_async.model import kernels
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill
@@ -16,6 +20,7 @@ from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.types import SamplingParams, VersionedParams
 
@@ -89,24 +94,106 @@ def test_with_the_cpus_own_kernels_no_traffic_needs_more_than_ten_programs() -> 
     assert compiled[True] <= 10 < compiled[False], compiled
 
 
+@pytest.fixture
+def compiled_now():
+    """The names of programs as they are compiled."""
+    names: list[str] = []
+
+    def heard(event: str, duration_secs: float, **about: object) -> None:
+        if "backend_compile" in event:
+            names.append(str(about.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def of_engine(names: list[str]) -> list[str]:
+    return [n for n in names if n in ("jit(prefill)", "jit(insert)", "jit(generate)")]
+
+
+GREEDY_TOO = (Mix(), Mix(greedy=True))
+
+
+@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("many_logits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_what_is_compiled_ahead_is_all_that_traffic_needs(many_logits, monkeypatch) -> None:
+def test_what_is_compiled_ahead_is_all_that_traffic_needs(
+    many_logits, placed, monkeypatch, compiled_now
+) -> None:
     """With a large vocabulary, inserts of few slots have programs of their own."""
     needs_cpu_kernels()
     monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
     crowded = {**CROWDED, "slots": 32 if many_logits else 24, "prefill_chunk": 300}
     crowded["kv_memory_mib"] = 0.06
-    sampler = make_sampler(**crowded)  # a spec of its own, whose programs no other test has
-    mixes = [Mix(), Mix(greedy=True)]
-    compile_all(sampler.engine, sampler.setup.engine.prepare(PARAMS), 300, mixes, seed=0)
-    known = sampler.engine.num_compiled
+    mesh = make_slices(schema.MeshSection()).sampler if placed else None
+    section = SECTION.model_copy(update=crowded)
+    sampler = Sampler((SPEC, PARAMS), section=section, mesh=mesh)
+    engine, prepared = sampler.engine, sampler.loop.weights.prepared
+    state = engine.init_decode_state()
+    made = compile_all(engine, prepared, state, 300, GREEDY_TOO, seed=0)
+    assert made == len(of_engine(compiled_now)) == (14 if many_logits else 10)
     random_waves(sampler, 12, seed=1)
     assert sampler.stats().preempted > 0
-    assert sampler.engine.num_compiled == known
-    programs = sampler.engine.programs
-    made = sum(p._cache_size() for p in (programs.prefill, programs.insert, programs.generate))
-    assert made == (14 if many_logits else 10)
+    assert len(of_engine(compiled_now)) == made
     sampler.close()
+
+
+def test_on_a_tpu_no_traffic_needs_a_block_that_was_not_compiled_ahead(compiled_now) -> None:
+    """Which has one sampling for all, and four widths of context."""
+    section = SECTION.model_copy(
+        update={
+            **CROWDED,
+            "attention": "ragged",
+            "page_tokens": 2,
+            "kv_memory_mib": 0.3,
+            "slots": 8,
+        }
+    )
+    settings = SamplerSettings(mixes=GREEDY_TOO)
+    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    engine, prepared = sampler.engine, sampler.loop.weights.prepared
+    made = compile_all(engine, prepared, engine.init_decode_state(), 64, GREEDY_TOO, seed=0)
+    blocks = compiled_now.count("jit(generate)")
+    assert made == blocks == 2 * 4, "of 4 and 8 rows, 4, 8, 16 pages and all"
+    random_waves(sampler, 4, seed=1)
+    assert compiled_now.count("jit(generate)") == blocks
+    sampler.close()
+
+
+def test_a_sampler_compiles_beside_its_first_blocks_what_it_will_need(compiled_now) -> None:
+    needs_cpu_kernels()
+    section = SECTION.model_copy(update={**CROWDED, "slots": 20})
+    settings = SamplerSettings(mixes=GREEDY_TOO, name="early")
+    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler.generate([request(0, request_id="first")])
+    eventually(lambda: "early compiles" not in {t.name for t in threading.enumerate()})
+    known = of_engine(compiled_now)
+    assert len(known) == 1 + 2 + 2 * 2, "a prefill, its inserts, and blocks of few rows and all"
+    random_waves(sampler, 6, seed=1)
+    assert of_engine(compiled_now) == known
+    sampler.close()
+
+
+def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) -> None:
+    needs_cpu_kernels()
+    section = SECTION.model_copy(update={**CROWDED, "slots": 28})
+    held, real = threading.Event(), Engine.compile_generate
+
+    def slow(*args, **kwargs):
+        held.wait(20)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(Engine, "compile_generate", slow)
+    settings = SamplerSettings(mixes=GREEDY_TOO, name="closed")
+    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler.generate([request(0, request_id="first")])
+    closing = threading.Thread(target=sampler.close)
+    closing.start()
+    eventually(lambda: sampler.loop._lifetime.closed)
+    held.set()
+    closing.join()
+    assert "closed compiles" not in {t.name for t in threading.enumerate()}
+    assert len(of_engine(compiled_now)) < 7
 
 
 def test_rows_are_taken_over_in_mid_block() -> None:
@@ -149,17 +236,21 @@ def test_a_ragged_sampler_over_two_devices() -> None:
 
 
 @pytest.mark.slow
-def test_the_tpu_kernel_itself_draws_the_same_tokens(wanted) -> None:
-    """The whole decode loop with the Pallas kernel in interpret mode."""
-    section = SECTION.model_copy(update={"attention": "ragged"})
+@pytest.mark.parametrize("calls", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch) -> None:
+    """The whole decode loop with the Pallas kernel in interpret mode; page tables that are too
+    large for its scalar memory are divided among calls of eight rows."""
+    if calls == 2:
+        monkeypatch.setattr(kernels, "RAGGED_TABLE_BYTES", 1)
+    section = SECTION.model_copy(update={"attention": "ragged", "slots": 8 * calls})
     plain = Sampler((SPEC, PARAMS), section=section)
     engine = Engine(replace(plain.engine.spec, ragged=True, on_tpu=True))
     setup = replace(plain.setup, engine=engine)
     sampler = Sampler.from_setup(setup, engine.prepare(PARAMS), 0, FIXED_WEIGHTS)
     with interpreted_kernels():
-        done = sampler.generate(WISHES[:4])
+        done = sampler.generate(WISHES if calls == 2 else WISHES[:4])
         sampler.close()
-    assert [c.token_ids.tolist() for c in done] == wanted[:4]
+    assert [c.token_ids.tolist() for c in done] == wanted[: len(done)]
 
 
 @pytest.mark.exhaustive

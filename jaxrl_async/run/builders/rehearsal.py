@@ -27,7 +27,6 @@ from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.rollouts import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
 from jaxrl_async.sampler.batch.ahead import compile_all
-from jaxrl_async.sampler.device.sampling import mix_of
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams
@@ -60,9 +59,11 @@ class Rehearsal:
             self._thread.join()
 
     def start(self) -> None:
-        """Begin, unless it has begun, or no sampler of ours has devices of its own here."""
+        """Begin, unless it has begun, nothing is to be compiled ahead, or no sampler of ours has
+        devices of its own here."""
         config, slices = self._config, self._inputs.slices
-        apart = not slices.colocated and config.sampler.engine == "ours"
+        ours = config.sampler.engine == "ours" and config.sampler.compile_ahead
+        apart = ours and not slices.colocated
         if apart and jax.process_count() == 1 and self._thread.ident is None:
             self._thread.start()
 
@@ -86,6 +87,15 @@ class Rehearsal:
         sent, whole = no_weights(config, spec, mesh)
         setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
         before, prepared = setup.engine.num_compiled, setup.engine.prepare(params)
+        known = compile_all(
+            setup.engine,
+            prepared,
+            setup.engine.state_shapes(),
+            config.sampler.prefill_chunk,
+            settings.mixes,
+            config.run.seed,
+            stops=lambda: self._over,
+        )
         sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
         with self._lock:
             if self._over:
@@ -94,13 +104,10 @@ class Rehearsal:
         for requests in self._acts():
             sampler.generate(requests)
         sampler.close()
-        mixes = {mix_of(requests) for requests in self._together()}
-        section, seed = config.sampler, config.run.seed
-        compile_all(setup.engine, prepared, section.prefill_chunk, sorted(mixes), seed)
         swapped = setup.engine.prepare(sent, prepared)
         if settings.probe_tokens is not None:
             setup.engine.probe(swapped, settings.probe_tokens)
-        made = setup.engine.num_compiled - before
+        made = known or setup.engine.num_compiled - before
         log.info("%d programs of a sampler were compiled beside the warm start", made)
 
     def _acts(self) -> Iterator[list[Request]]:
@@ -113,12 +120,6 @@ class Rehearsal:
         members = config.algorithm.group_size
         sampling = sampling_params(config.sampler)
         yield rehearsed(prompts, members, sampling, config, extras=inputs.keep_mask)
-
-    def _together(self) -> Iterator[list[Request]]:
-        """Yield requests that a block may decode together: each act's own, and of both."""
-        acts = list(self._acts())
-        yield from acts
-        yield [request for act in acts for request in act]
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:

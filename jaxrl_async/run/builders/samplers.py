@@ -25,6 +25,7 @@ from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
@@ -205,8 +206,21 @@ def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
         tokens = probe_tokens(spec.vocab, PROBE_LENGTH)
         probe = Probe(token_ids=tokens, tolerance=config.weights.probe_tolerance)
     return SamplerSettings(
-        dtype=jnp.dtype(config.model.dtype), keep_routing=config.algorithm.keep_routing, probe=probe
+        dtype=jnp.dtype(config.model.dtype),
+        keep_routing=config.algorithm.keep_routing,
+        probe=probe,
+        mixes=asked_mixes(config) if config.sampler.compile_ahead else (),
     )
+
+
+def asked_mixes(config: Config) -> tuple[Mix, ...]:
+    """Return the samplings that a run's requests ask for: training's, and an evaluation's."""
+    s, keeps_masks = config.sampler, config.algorithm.keep_sampling_mask
+    truncated = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+    mixes = [Mix(truncated, s.temperature == 0, truncated and keeps_masks)]
+    if config.eval.every:
+        mixes.append(Mix(greedy=config.eval.temperature == 0))
+    return tuple(dict.fromkeys(mixes))
 
 
 def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings:

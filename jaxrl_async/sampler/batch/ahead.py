@@ -1,13 +1,20 @@
-"""Compile ahead what any traffic can need, where that is a few programs known beforehand: where
-attention costs a row's own tokens (EngineSpec.cpu_attention), no prompt's length, width of context
-or number of rows is a shape of its own."""
+"""Compile ahead what requests can need, where that is a few programs known beforehand: where
+attention costs a row's own tokens (EngineSpec.in_pages), no width of context is a shape of its own.
 
-from collections.abc import Iterable
+On a CPU these are all programs; on a TPU the blocks, and prefills are compiled as prompts come.
+Nothing runs, and only shapes are needed: JAX finds what was compiled when it is first called.
+"""
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
 import numpy as np
 
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.decoding import context_pages_of
+from jaxrl_async.sampler.batch.decoding import context_widths, padded_rows
 from jaxrl_async.sampler.batch.prefill import (
     Sizes,
     copies_of,
@@ -18,57 +25,102 @@ from jaxrl_async.sampler.batch.prefill import (
 from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.sampling import Mix, together
 
 
 def compile_all(
-    engine: Engine, weights: EngineWeights, budget: int, mixes: Iterable[Mix], seed: int
-) -> None:
-    """Run every program that requests without images can need, once, on empty slots of their own;
-    return at once where they are not known beforehand.
+    engine: Engine,
+    weights: EngineWeights,
+    state: DecodeState,
+    budget: int,
+    mixes: Sequence[Mix],
+    seed: int,
+    *,
+    stops: Callable[[], bool] = bool,
+) -> int:
+    """Compile the programs that requests without images can need, one after another; return how
+    many, 0 where they are not known beforehand.
 
     Args:
         engine: whose programs they are.
-        weights: of Engine.prepare.
+        weights: of Engine.prepare, or their shapes (shapes_of).
+        state: of slots and pages, or its shapes.
         budget: tokens that are prefilled between two blocks (sampler.prefill_chunk).
-        mixes: the samplings that requests will ask for together.
+        mixes: the samplings that requests will ask for, the most frequent one first.
         seed: of the sampler.
+        stops: Returns whether to leave the rest out.
     """
-    if not engine.spec.cpu_attention:
-        return
-    state = engine.init_decode_state()
-    for tokens in shapes.coarse_buckets(budget):
-        state = _prefilled(engine, weights, state, tokens, seed)
-    slots = engine.spec.slots
-    for rows in sorted({shapes.coarse_rows(1, slots), slots}):
-        args, pages = _no_rows(engine.spec, rows)
-        for mix in mixes:
-            state, _ = engine.generate(weights, state, args, context_pages=pages, mix=mix)
+    weights, state, compiled = shapes_of(weights), shapes_of(state), 0
+    for compile_one in _all_programs(engine, weights, state, budget, mixes, seed):
+        if stops():
+            break
+        compile_one()
+        compiled += 1
+    return compiled
+
+
+def shapes_of(arrays: Any) -> Any:
+    """Return the shapes of arrays as a call of a program sees them: with their shardings if they
+    are bound to devices. Shapes stay what they are."""
+
+    def of_one(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        bound = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if bound else None)
+
+    return jax.tree.map(of_one, arrays)
+
+
+def _all_programs(
+    engine: Engine,
+    weights: EngineWeights,
+    state: DecodeState,
+    budget: int,
+    mixes: Sequence[Mix],
+    seed: int,
+) -> Iterator[Callable[[], Any]]:
+    """Yield what compiles each program, those that are needed first before the others."""
+    spec = engine.spec
+    if spec.cpu_attention:
+        for tokens in shapes.coarse_buckets(budget):
+            yield from _prefilled(engine, weights, state, tokens, seed)
+    if spec.in_pages:
+        sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
+        of_blocks = (together(mixes),) if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
+        for mix, rows, pages in product(of_blocks, sizes, context_widths(spec)):
+            args, static = _no_rows(spec, rows, pages), {"context_pages": pages, "mix": mix}
+            yield partial(engine.compile_generate, weights, state, args, **static)
 
 
 def _prefilled(
     engine: Engine, weights: EngineWeights, state: DecodeState, tokens: int, seed: int
-) -> DecodeState:
-    """Prefill padding of so many tokens, and insert it into no slot in each way that there is."""
+) -> Iterator[Callable[[], Any]]:
+    """Yield what compiles a prefill of so many tokens, and each way to insert it."""
     spec = engine.spec
     rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
     chunk = make_chunk([], Sizes(rows, 1, tokens, width), spec)
-    prefix = engine.prefill(weights, state, chunk.args)._replace(routes=None)
+    made: list[Any] = []
+    yield lambda: made.append(engine.compile_prefill(weights, state, chunk.args))
     for size in inserted_sizes(spec):
         for copies in (0, copies_of(size, spec)):
             args = insert_args(
                 chunk.cells, [], spec, seed, chunk.args.slots, size=size, num_copies=copies
             )
-            state = engine.insert(prefix, state, args)
-    return state
+            yield partial(_compile_insert, engine, made, state, args)
 
 
-def _no_rows(spec: EngineSpec, rows: int) -> tuple[DecodeArgs, int]:
-    """Return the arguments of a block of so many rows, none of which decodes, and its pages."""
-    S, pages, groups = spec.total_slots, context_pages_of(spec, 1), len(spec.kv_layout.groups)
+def _compile_insert(engine: Engine, made: list[Any], state: DecodeState, args: Any) -> None:
+    engine.compile_insert(made[0]._replace(routes=None), state, args)
+
+
+def _no_rows(spec: EngineSpec, rows: int, pages: int) -> DecodeArgs:
+    """Return the arguments of a block of so many rows, none of which decodes, with so many pages
+    of context."""
+    S, groups = spec.total_slots, len(spec.kv_layout.groups)
     width = pages + spec.num_pages(spec.block) + 1
     nothing = np.zeros(S, np.int32)
-    args = DecodeArgs(
+    return DecodeArgs(
         rows=np.full(rows, S, np.int32),
         reserve=np.zeros(spec.reserve, np.int32),
         num_reserve=np.int32(0),
@@ -78,4 +130,3 @@ def _no_rows(spec: EngineSpec, rows: int) -> tuple[DecodeArgs, int]:
         steps=np.int32(spec.block),
         places=None if spec.room is None else nothing,
     )
-    return args, pages

@@ -10,7 +10,7 @@ requests given at once always run the same way.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -54,7 +54,7 @@ from jaxrl_async.sampler.batch.tables import Table
 from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import mix_of
+from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Batch:
         one_version: bool = False,
         adapters: AdapterPlaces | None = None,
         images: ImageStore | None = None,
+        mixes: Sequence[Mix] = (),
     ) -> None:
         """Set up empty slots and pages on the engine's device.
 
@@ -98,8 +99,9 @@ class Batch:
                 admitted with.
             adapters: that requests may name; None: they name none.
             images: that token ids of prompts name; None: they name none.
+            mixes: the samplings that requests will ask for, if that is known.
         """
-        self._images = images
+        self._images, self._mixes = images, mixes
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
@@ -304,6 +306,8 @@ class Batch:
         running = {r.slot_index: r for r in (*rows, *reserve)}
         args, context_pages = decode_args(rows, reserve, self.slots, self.spec)
         mix = mix_of(r.request for r in running.values())
+        if self.spec.ragged:  # to draw in every way costs a TPU less than one more program
+            mix = together([mix, *self._mixes])
         self.state, block = self.engine.generate(
             weights, self.state, args, context_pages=context_pages, mix=mix
         )

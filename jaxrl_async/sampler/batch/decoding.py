@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.model import cache
+from jaxrl_async.model.kernels import MAX_RAGGED_PAGES
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
@@ -38,8 +39,7 @@ def decode_args(
     """
     longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
     context_pages = context_pages_of(spec, longest)
-    rows_of = shapes.coarse_rows if spec.cpu_attention else shapes.decode_rows
-    num_rows = rows_of(len(rows), spec.slots)
+    num_rows = padded_rows(spec, len(rows))
     args = DecodeArgs(
         rows=pad_to(num_rows, [r.slot_index for r in rows], spec.total_slots),
         reserve=pad_to(spec.reserve, [r.slot_index for r in reserve], 0),
@@ -53,12 +53,28 @@ def decode_args(
     return args, context_pages
 
 
+def padded_rows(spec: EngineSpec, running: int) -> int:
+    """Return for how many rows the block of so many running requests is compiled."""
+    rows_of = shapes.coarse_rows if spec.cpu_attention else shapes.decode_rows
+    return rows_of(running, spec.slots)
+
+
 def context_pages_of(spec: EngineSpec, longest: int) -> int:
     """Return for how many pages of context a block is compiled, given the tokens of the longest
-    row: for all that there can be, where a row costs what its own tokens do."""
-    if spec.cpu_attention:
-        return spec.num_pages(spec.max_length)
-    return shapes.steps_of_half(spec.num_pages(longest))
+    row: one of few numbers, where a row costs what its own tokens do."""
+    needed = spec.num_pages(longest)
+    if not spec.in_pages:
+        return shapes.steps_of_half(needed)
+    return next(pages for pages in context_widths(spec) if pages >= needed)
+
+
+def context_widths(spec: EngineSpec) -> tuple[int, ...]:
+    """Return for which numbers of pages blocks are compiled that read the pages themselves,
+    ascending: on a CPU for all that there can be; on a TPU also for fewer than the kernel reads at
+    once, of which it would read the rest in vain."""
+    most = spec.num_pages(spec.max_length)
+    few = () if spec.cpu_attention else (4, 8, MAX_RAGGED_PAGES)
+    return (*(pages for pages in few if pages < most), most)
 
 
 def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) -> AnyArray:

@@ -23,7 +23,7 @@ from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.model.kernels import Scoring, ragged_paged
+from jaxrl_async.model.kernels import Scoring, ragged_paged, sequences_in_a_call
 from jaxrl_async.model.moe import experts_on, id_dtype
 from jaxrl_async.sampler.device.arguments import (
     Block,
@@ -334,7 +334,7 @@ def _attend_pages(
 ) -> decoder.Attend:
     """Return attention over the pages: each row writes into its own page, the kernel reads them, of
     a layer with a window only those that hold it."""
-    R, G = positions.shape[0], spec.page_tokens
+    G = spec.page_tokens
     running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
     written = jnp.where(running[:, None], written, pages[0].shape[0])
@@ -343,6 +343,8 @@ def _attend_pages(
     kinds, places = spec.model.kinds, spec.kv_layout.places
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]
+    calls = _in_calls(positions.shape[0], tables.shape[2])
+    last = jnp.max(jnp.where(running, jnp.arange(1, len(positions) + 1), 0))  # behind it none runs
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
@@ -352,18 +354,30 @@ def _attend_pages(
         table, begins = recent[g]
         if scoring.window and sinks[i] is not None:
             return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
-        return kernel(
-            q,
-            pages[a],
-            seen - begins + 1,
-            table,
-            jnp.arange(R + 1, dtype=jnp.int32),
-            jnp.full((1,), R, jnp.int32),
-            scoring,
-            sinks[i],
-        )
+        outs = []
+        for rows in calls:
+            begin, count = rows.start, rows.stop - rows.start
+            outs.append(
+                kernel(
+                    q[rows],
+                    pages[a],
+                    (seen - begins + 1)[rows],
+                    table[rows],
+                    jnp.arange(count + 1, dtype=jnp.int32),
+                    jnp.clip(last - begin, 1, count)[None],
+                    scoring,
+                    sinks[i],
+                )
+            )
+        return jnp.concatenate(outs)
 
     return attend
+
+
+def _in_calls(rows: int, width: int) -> list[slice]:
+    """Divide rows with tables of `width` pages among calls of the kernel."""
+    most = sequences_in_a_call(width)
+    return [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
 
 
 def _attend_on_cpu(

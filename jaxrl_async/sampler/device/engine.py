@@ -123,10 +123,10 @@ class _Results(NamedTuple):
 
 
 def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
-    """Return how results are divided: on a mesh of several processes, each of them has the whole of
-    what the host reads, and the decode state stays as it is."""
+    """Return how results are divided: the decode state stays as it is, and on a mesh of several
+    processes each of them has the whole of what the host reads."""
     if spec.mesh is None or not spans_processes(spec.mesh):
-        return _Results()
+        return _Results(insert=state, generate=(state, None))
     whole = NamedSharding(spec.mesh, PartitionSpec())
     chosen: Any = None
     routes = whole if spec.keeps_routes else chosen
@@ -263,6 +263,35 @@ class Engine:
             weights, state, args, context_pages=context_pages, mix=mix
         )
         return new
+
+    def compile_prefill(
+        self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs
+    ) -> Prefix:
+        """Compile what prefill() would call, for shapes alone; return those of its result."""
+        lowered = self.programs.prefill.lower(weights, state.kv, chunk, state.states)
+        compiled, result = lowered.compile(), lowered.out_info
+        if self.spec.mesh is not None:
+            result = shapes_on(result, compiled.output_shardings)
+        prefix: Prefix = result
+        return prefix
+
+    def compile_insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> None:
+        """Compile what insert() would call, for shapes alone."""
+        self.programs.insert.lower(prefix, state, args).compile()
+
+    def compile_generate(
+        self,
+        weights: EngineWeights,
+        state: DecodeState,
+        args: DecodeArgs,
+        *,
+        context_pages: int,
+        mix: Mix,
+    ) -> None:
+        """Compile what generate() would call, for shapes alone."""
+        self.programs.generate.lower(
+            weights, state, args, context_pages=context_pages, mix=mix
+        ).compile()
 
     def lower(
         self, params: Params, chunk: PrefillArgs, args: DecodeArgs, *, context_pages: int, mix: Mix

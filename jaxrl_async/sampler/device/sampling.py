@@ -48,6 +48,11 @@ def mix_of(requests: Iterable[Request]) -> Mix:
     )
 
 
+def together(mixes: Iterable[Mix]) -> Mix:
+    """Return the sampling of blocks whose requests ask for any of these."""
+    return Mix(*(any(asked) for asked in zip(Mix(), *mixes, strict=True)))
+
+
 class SampledTokens(NamedTuple):
     """One step's tokens, with their log-probs and the tokens that could have been drawn."""
 
