@@ -51,9 +51,9 @@ class SamplerSection(Section):
     """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a
     C++ compiler builds once per machine; without one, or if false, by XLA's."""
     compile_ahead: bool = True
-    """Compile what later blocks may need beside the warm start and the first blocks, where that is
-    a few programs known beforehand (attention by cpu_kernels or ragged); false: each program when
-    it is first needed."""
+    """Compile what will be needed beside the warm start, and, where that is a few programs known
+    beforehand (attention by cpu_kernels or ragged), beside the first blocks; false: each program
+    when it is first needed."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
     top_k: NonNegative = 0

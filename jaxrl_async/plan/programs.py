@@ -27,12 +27,13 @@ from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
-from jaxrl_async.run.builders.samplers import arrived, make_push
+from jaxrl_async.run.builders.samplers import arrived, asked_mixes, make_push
 from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.decoding import context_pages_of
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.sampling import together
 from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.pair_credit import pair_columns
@@ -220,16 +221,14 @@ def sampler_programs(
     sent, once = arrived(config, spec, mesh)
     params = sent if once is None else beside(once, sent)
     chunk = prefill_shapes(config, engine.spec)
-    context_pages = _pages(config.sampler.max_length, plan.page_tokens)
+    context_pages = context_pages_of(engine.spec, config.sampler.max_length)
+    mixes = asked_mixes(config)
     programs = engine.lower(
         params,
         chunk,
         run_shapes(engine.spec, context_pages),
         context_pages=context_pages,
-        mix=Mix(
-            truncated=truncates(config.sampler),
-            extras=keeps_masks(config.sampler, config.algorithm),
-        ),
+        mix=together(mixes) if engine.spec.ragged else mixes[0],
     )
     if "reshard" in pushed:
         programs["reshard"] = pushed["reshard"]
@@ -247,11 +246,6 @@ def sampler_programs(
     tokens = chunk.token_ids.size
     state = engine.state_shapes()
     return lowered, Held(weights=params, sent=sent, state=state, kv=plan, chunk_tokens=tokens)
-
-
-def truncates(section: schema.SamplerSection) -> bool:
-    """Return whether logits are sorted at each step."""
-    return bool(section.top_k or section.top_p < 1 or section.min_p)
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:

@@ -8,6 +8,7 @@ from jaxrl_async.sampler.batch.ahead import compile_all, shapes_of
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.lifetime import close_at_exit
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +31,19 @@ class CompilingAhead:
         """
         self._engine, self._seed, self._name = batch.engine, batch.seed, name
         self._weights, self._state = shapes_of(weights), shapes_of(batch.state)
-        self._budget, self._mixes = budget, mixes
+        self._budget, self._mixes, self._images = budget, mixes, batch.takes_images
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name} compiles", daemon=True)
+        close_at_exit(self)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End after the program that is being compiled."""
+    def leave(self) -> None:
+        """Have it end after the program that is being compiled; do not wait."""
         self._over.set()
+
+    def close(self) -> None:
+        """End after the program that is being compiled; wait for it."""
+        self.leave()
         self._thread.join()
 
     def _run(self) -> None:
@@ -50,6 +56,7 @@ class CompilingAhead:
                 self._budget,
                 self._mixes,
                 self._seed,
+                images=self._images,
                 stops=self._over.is_set,
             )
         except Exception as error:

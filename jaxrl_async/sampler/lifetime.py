@@ -61,7 +61,7 @@ class Lifetime:
                 return
             self.thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._roused = self._part()
-            _close_at_exit(self._roused)
+            close_at_exit(self._roused)
             self.thread.start()
 
     def rouse(self) -> None:
@@ -208,7 +208,7 @@ def close_side_by_side(parts: Sequence[Any], limit_s: float) -> None:
         log.warning("%d of %d were not closed within %g s", left, len(threads), limit_s)
 
 
-def _close_at_exit(part: Any) -> None:
+def close_at_exit(part: Any) -> None:
     """Have `part.close()` called when the program ends; do not keep the part alive."""
     if not _OPEN:
         atexit.unregister(_close_all)

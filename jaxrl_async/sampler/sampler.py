@@ -16,6 +16,7 @@ import asyncio
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -459,13 +460,14 @@ class DecodeLoop:
         """Begin to compile what the first block did not need; None: end it."""
         settings = self._setup.settings
         if self._compiling is not None:
-            self._compiling.stop()
+            self._compiling.close()
             self._compiling = None
         if batch is not None and settings.mixes and self._one_process:
             budget = self._setup.section.prefill_chunk
             self._compiling = CompilingAhead(
                 batch, self.weights.prepared, budget, settings.mixes, settings.name
             )
+            weakref.finalize(self, self._compiling.leave)  # nobody holds the sampler any more
 
     def _take_in(self, batch: Batch, *, idle: bool) -> bool:
         """Take in requests, commands, cancellations and weights; False: not yet, in a replay."""

@@ -4,19 +4,24 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_async.config.load import load
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.run import assemble
 from jaxrl_async.run.builders import rehearsal
 from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
+from jaxrl_async.run.builders.samplers import asked_mixes
 from jaxrl_async.run.loop import train
+from jaxrl_async.sampler.compiling import CompilingAhead
 from jaxrl_async.sampler.device import engine
 from jaxrl_async.sampler.device.engine import Programs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.types import Prompt, SamplingParams
 
 TINY = (
@@ -154,3 +159,77 @@ def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch,
     train(load({"run": {"dir": str(tmp_path)}}, words))
     assert "programs of a sampler were compiled beside the warm start" in caplog.text
     assert "could not be compiled ahead" not in caplog.text
+
+
+@pytest.fixture
+def compiled_now():
+    """The names of the samplers' programs as they are compiled, each with the thread's name."""
+    names: list[tuple[str, str]] = []
+
+    def heard(event: str, duration_secs: float, **about: object) -> None:
+        name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
+        if "backend_compile" in event and name in ("prefill", "insert", "generate"):
+            names.append((name, threading.current_thread().name))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("masks", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("warm", [0, 2])
+def test_nothing_of_the_samplers_is_compiled_later(warm, kind, tmp_path, monkeypatch, compiled_now):
+    """Evaluations and training meet in blocks or not, as the threads happen to go."""
+    if not kernels_are_there(SAMPLING):
+        pytest.skip("needs g++ or clang++ and a processor with AVX2")
+    monkeypatch.setattr(assemble, "Rehearsal", Attended)
+    slots = 26 + 2 * (2 * bool(warm) + (kind == "masks"))
+    ready = CompilingAhead._run
+
+    def waited(self: CompilingAhead) -> None:
+        ready(self)
+        done.append(len(compiled_now))
+
+    done: list[int] = []
+    monkeypatch.setattr(CompilingAhead, "_run", waited)
+    monkeypatch.setattr(CompilingAhead, "leave", lambda self: None)  # a short run may end before
+    words = (*KINDS[kind], f"warm_start={{steps: {warm}, batch_size: 8}}", "run.steps=12")
+    run(tmp_path, *words, slots=slots, name="known")
+    assert len(done) == 1 + bool(warm), "the rehearsal's sampler, and the run's"
+    samplings = 3 if kind == "masks" else 2  # training's and an evaluation's; with masks both, too
+    assert len(compiled_now) == done[-1] == 2 * 2 + 2 + 2 * samplings
+    by_whom = {thread for _, thread in compiled_now}
+    assert ("sampler" in by_whom) == (not warm), "its first block waits for what it needs"
+
+
+def test_ahead_or_not_is_the_users_choice(tmp_path, monkeypatch):
+    begun: list[str] = []
+    real = threading.Thread.start
+
+    def noted(self: threading.Thread) -> None:
+        begun.append(self.name)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    run(tmp_path, "sampler.compile_ahead=false", slots=8, name="when_needed")
+    assert not [name for name in begun if "compiles" in name or "rehearsal" in name]
+    run(tmp_path, slots=8, name="ahead")
+    assert {"rehearsal", "sampler compiles"} <= set(begun)
+
+
+@pytest.mark.parametrize(
+    ("words", "mixes"),
+    [
+        ((), [Mix(), Mix(greedy=True)]),
+        (("eval.every=0",), [Mix()]),
+        (("eval.temperature=0.5",), [Mix()]),
+        (("sampler.min_p=0.1",), [Mix(truncated=True), Mix(greedy=True)]),
+        (("algorithm.keep_sampling_mask=true",), [Mix(), Mix(greedy=True)]),
+        (
+            ("sampler.top_p=0.9", "algorithm.keep_sampling_mask=true"),
+            [Mix(truncated=True, extras=True), Mix(greedy=True)],
+        ),
+    ],
+)
+def test_what_a_runs_requests_ask_for(words, mixes):
+    assert list(asked_mixes(load({}, [*words]))) == mixes

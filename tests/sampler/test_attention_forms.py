@@ -1,7 +1,11 @@
 """Both forms of decode attention, and every way through the pages, give the same tokens."""
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,10 +17,13 @@ from whole_rows import logprobs_of
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model import kernels
+from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill
 from jaxrl_async.sampler.batch.ahead import compile_all
+from jaxrl_async.sampler.batch.decoding import context_widths
+from jaxrl_async.sampler.device import decode
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
@@ -154,7 +161,8 @@ def test_on_a_tpu_no_traffic_needs_a_block_that_was_not_compiled_ahead(compiled_
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
     made = compile_all(engine, prepared, engine.init_decode_state(), 64, GREEDY_TOO, seed=0)
     blocks = compiled_now.count("jit(generate)")
-    assert made == blocks == 2 * 4, "of 4 and 8 rows, 4, 8, 16 pages and all"
+    assert context_widths(engine.spec) == (4, 8, 16, 32), "whole blocks of the kernel, and less"
+    assert made == blocks == 2 * 4, "of 4 and 8 rows"
     random_waves(sampler, 4, seed=1)
     assert compiled_now.count("jit(generate)") == blocks
     sampler.close()
@@ -194,6 +202,92 @@ def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) ->
     closing.join()
     assert "closed compiles" not in {t.name for t in threading.enumerate()}
     assert len(of_engine(compiled_now)) < 7
+
+
+FORGETS = """
+import gc, sys, threading
+from tiny import OTHER, PARAMS, SECTION, SPEC, request
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+
+begun, real = threading.Event(), Engine.compile_prefill
+def noted(*args):
+    begun.set()
+    return real(*args)
+Engine.compile_prefill = noted
+settings = SamplerSettings(mixes=(Mix(), Mix(greedy=True)), name="forgotten")
+sampler = Sampler((SPEC, PARAMS), section=SECTION, settings=settings)
+sampler.generate([request(0, request_id="first")])
+begun.wait(60)
+del sampler
+gc.collect()
+print([t.name for t in threading.enumerate() if "forgotten" in t.name])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_forgets_its_sampler_ends_while_it_compiles(tmp_path) -> None:
+    """A thread in the compiler at the interpreter's end would abort the process."""
+    needs_cpu_kernels()
+    (tmp_path / "forgets.py").write_text(FORGETS)
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent.parent)]),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "forgets.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forgotten compiles" in done.stdout
+
+
+def test_a_sampler_that_fails_leaves_no_thread(monkeypatch) -> None:
+    needs_cpu_kernels()
+    section = SECTION.model_copy(update={**CROWDED, "slots": 36})
+    settings = SamplerSettings(mixes=GREEDY_TOO, name="failing")
+    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler.generate([request(0, request_id="first")])
+    assert "failing compiles" in {t.name for t in threading.enumerate()}
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(sampler.loop.batch, "start_block", broken)
+    with pytest.raises(MemoryError):
+        sampler.generate([request(1, request_id="second")])
+    eventually(
+        lambda: not {"failing compiles", "failing"} & {t.name for t in threading.enumerate()}
+    )
+    sampler.close()
+
+
+def test_the_kernel_reads_no_rows_behind_the_last_that_runs(monkeypatch) -> None:
+    seen: list[int] = []
+
+    def noted(*args):
+        jax.debug.callback(lambda count: seen.append(int(count[0])), args[5])
+        return ragged_paged_reference(*args)
+
+    monkeypatch.setattr(decode, "ragged_paged_reference", noted)
+    sampler = make_sampler(attention="ragged", slots=8, reserve=0.0, page_tokens=32)
+    lengths = [3, 9]
+    sampler.generate(
+        [
+            request(i, forced_length=n, max_new_tokens=n, request_id=f"n{i}")
+            for i, n in enumerate(lengths)
+        ]
+    )
+    jax.effects_barrier()
+    sampler.close()
+    assert set(seen) == {1, 2} and len(seen) > SPEC.layers
 
 
 def test_rows_are_taken_over_in_mid_block() -> None:

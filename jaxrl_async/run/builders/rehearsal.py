@@ -86,16 +86,7 @@ class Rehearsal:
         settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
         sent, whole = no_weights(config, spec, mesh)
         setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
-        before, prepared = setup.engine.num_compiled, setup.engine.prepare(params)
-        known = compile_all(
-            setup.engine,
-            prepared,
-            setup.engine.state_shapes(),
-            config.sampler.prefill_chunk,
-            settings.mixes,
-            config.run.seed,
-            stops=lambda: self._over,
-        )
+        prepared = setup.engine.prepare(params)
         sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
         with self._lock:
             if self._over:
@@ -103,12 +94,21 @@ class Rehearsal:
             self._sampler = sampler
         for requests in self._acts():
             sampler.generate(requests)
-        sampler.close()
+        sampler.close()  # with what it compiled beside its blocks, as that of the run will
+        compile_all(
+            setup.engine,
+            prepared,
+            setup.engine.state_shapes(),
+            config.sampler.prefill_chunk,
+            settings.mixes,
+            config.run.seed,
+            images=settings.images is not None,
+            stops=lambda: self._over,
+        )
         swapped = setup.engine.prepare(sent, prepared)
         if settings.probe_tokens is not None:
             setup.engine.probe(swapped, settings.probe_tokens)
-        made = known or setup.engine.num_compiled - before
-        log.info("%d programs of a sampler were compiled beside the warm start", made)
+        log.info("the programs of a sampler were compiled beside the warm start")
 
     def _acts(self) -> Iterator[list[Request]]:
         """Yield the requests of an evaluation, if there are some, and of a step."""

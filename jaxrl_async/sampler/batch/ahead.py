@@ -7,7 +7,7 @@ Nothing runs, and only shapes are needed: JAX finds what was compiled when it is
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import jax
@@ -36,10 +36,11 @@ def compile_all(
     mixes: Sequence[Mix],
     seed: int,
     *,
+    images: bool = False,
     stops: Callable[[], bool] = bool,
 ) -> int:
-    """Compile the programs that requests without images can need, one after another; return how
-    many, 0 where they are not known beforehand.
+    """Compile the programs that requests can need and that are known beforehand, one after another;
+    return how many.
 
     Args:
         engine: whose programs they are.
@@ -48,10 +49,11 @@ def compile_all(
         budget: tokens that are prefilled between two blocks (sampler.prefill_chunk).
         mixes: the samplings that requests will ask for, the most frequent one first.
         seed: of the sampler.
+        images: whether prompts may have images: their prefills come in many shapes.
         stops: Returns whether to leave the rest out.
     """
     weights, state, compiled = shapes_of(weights), shapes_of(state), 0
-    for compile_one in _all_programs(engine, weights, state, budget, mixes, seed):
+    for compile_one in _all_programs(engine, weights, state, budget, mixes, seed, images):
         if stops():
             break
         compile_one()
@@ -79,18 +81,30 @@ def _all_programs(
     budget: int,
     mixes: Sequence[Mix],
     seed: int,
+    images: bool,
 ) -> Iterator[Callable[[], Any]]:
     """Yield what compiles each program, those that are needed first before the others."""
     spec = engine.spec
-    if spec.cpu_attention:
-        for tokens in shapes.coarse_buckets(budget):
-            yield from _prefilled(engine, weights, state, tokens, seed)
-    if spec.in_pages:
-        sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
-        of_blocks = (together(mixes),) if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
-        for mix, rows, pages in product(of_blocks, sizes, context_widths(spec)):
-            args, static = _no_rows(spec, rows, pages), {"context_pages": pages, "mix": mix}
-            yield partial(engine.compile_generate, weights, state, args, **static)
+    if not spec.in_pages:
+        return
+    blocks = _blocks(engine, weights, state, mixes)
+    prefills = [] if images or not spec.cpu_attention else shapes.coarse_buckets(budget)
+    yield from islice(blocks, 1 if spec.ragged else len(mixes))  # of all slots
+    for tokens in prefills:
+        yield from _prefilled(engine, weights, state, tokens, seed)
+    yield from blocks
+
+
+def _blocks(
+    engine: Engine, weights: EngineWeights, state: DecodeState, mixes: Sequence[Mix]
+) -> Iterator[Callable[[], Any]]:
+    """Yield what compiles each block, first those of all slots, a sampling after the other."""
+    spec = engine.spec
+    sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
+    of_blocks = [together(mixes)] if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
+    for rows, pages, mix in product(sizes, context_widths(spec), of_blocks):
+        args, static = _no_rows(spec, rows, pages), {"context_pages": pages, "mix": mix}
+        yield partial(engine.compile_generate, weights, state, args, **static)
 
 
 def _prefilled(

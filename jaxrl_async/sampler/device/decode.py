@@ -343,7 +343,6 @@ def _attend_pages(
     kinds, places = spec.model.kinds, spec.kv_layout.places
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]
-    calls = _in_calls(positions.shape[0], tables.shape[2])
     last = jnp.max(jnp.where(running, jnp.arange(1, len(positions) + 1), 0))  # behind it none runs
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -355,7 +354,7 @@ def _attend_pages(
         if scoring.window and sinks[i] is not None:
             return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
         outs = []
-        for rows in calls:
+        for rows in _in_calls(*table.shape):
             begin, count = rows.start, rows.stop - rows.start
             outs.append(
                 kernel(
