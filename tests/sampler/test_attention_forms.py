@@ -205,8 +205,8 @@ def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) ->
 
 
 FORGETS = """
-import gc, sys, threading
-from tiny import OTHER, PARAMS, SECTION, SPEC, request
+import gc, threading
+from tiny import PARAMS, SECTION, SPEC, request
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
@@ -220,10 +220,9 @@ Engine.compile_prefill = noted
 settings = SamplerSettings(mixes=(Mix(), Mix(greedy=True)), name="forgotten")
 sampler = Sampler((SPEC, PARAMS), section=SECTION, settings=settings)
 sampler.generate([request(0, request_id="first")])
-begun.wait(60)
+print(begun.wait(60))
 del sampler
 gc.collect()
-print([t.name for t in threading.enumerate() if "forgotten" in t.name])
 """
 
 
@@ -246,7 +245,7 @@ def test_a_program_that_forgets_its_sampler_ends_while_it_compiles(tmp_path) -> 
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "forgotten compiles" in done.stdout
+    assert done.stdout == "True\n", "it was compiling"
 
 
 def test_a_sampler_that_fails_leaves_no_thread(monkeypatch) -> None:
