@@ -206,6 +206,7 @@ def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) ->
 
 FORGETS = """
 import gc, threading
+import jax, jax.numpy as jnp
 from tiny import PARAMS, SECTION, SPEC, request
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix
@@ -213,8 +214,14 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 
 begun, real = threading.Event(), Engine.compile_prefill
+def long(x):
+    for _ in range(600):
+        x = jnp.sin(x @ x)
+    return x
 def noted(*args):
+    lowered = jax.jit(long).lower(jnp.ones((8, 8)))
     begun.set()
+    lowered.compile()
     return real(*args)
 Engine.compile_prefill = noted
 settings = SamplerSettings(mixes=(Mix(), Mix(greedy=True)), name="forgotten")
