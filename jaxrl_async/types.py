@@ -79,6 +79,11 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p leave tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -51,6 +51,7 @@ from jaxrl_async.trainer.objectives.supervised_objective import supervised_updat
 from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.trainer.update import TrainState, Update
+from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -274,10 +275,20 @@ def warm_started(
 # ---- log-probs of exactly the distribution that tokens were drawn from
 
 
+def sampling_params(section: SamplerSection) -> SamplingParams:
+    """Return the distribution that tokens are drawn from."""
+    return SamplingParams(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+    )
+
+
 def keeps_masks(section: SamplerSection, algorithm: AlgorithmSection) -> bool:
     """Return whether sampling masks go with the tokens; log it if they are missing or useless."""
     s, wanted = section, algorithm.keep_sampling_mask
-    truncates = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+    truncates = sampling_params(s).truncates
     if wanted and not truncates:
         log.info(
             "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "

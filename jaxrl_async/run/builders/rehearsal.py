@@ -24,7 +24,7 @@ from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.builders.rollouts import sampling_params
+from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
 from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.sampler import Sampler

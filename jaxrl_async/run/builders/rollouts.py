@@ -12,7 +12,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.config.pivot_section import PivotSection
-from jaxrl_async.config.schema import Config, SamplerSection
+from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.model.spec import Params
@@ -22,6 +22,7 @@ from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.rollout.urgency import TurnPriority
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import (
     GivingUp,
@@ -41,7 +42,7 @@ from jaxrl_async.run.replay.player import (
 )
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, SamplingParams, VersionedParams
+from jaxrl_async.types import EpisodeGroup, VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,14 +269,4 @@ def pivot_plan(section: PivotSection, inputs: Inputs) -> PivotPlan | None:
         per_member=section.per_member,
         where=section.where,
         marked=marked,
-    )
-
-
-def sampling_params(section: SamplerSection) -> SamplingParams:
-    """Return the distribution that tokens are drawn from."""
-    return SamplingParams(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
     )

@@ -21,6 +21,7 @@ from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.ports import Generate, Publisher, Replica
 from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
@@ -215,9 +216,9 @@ def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
 
 def asked_mixes(config: Config) -> tuple[Mix, ...]:
     """Return the samplings that a run's requests ask for: training's, and an evaluation's."""
-    s, keeps_masks = config.sampler, config.algorithm.keep_sampling_mask
-    truncated = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
-    mixes = [Mix(truncated, s.temperature == 0, truncated and keeps_masks)]
+    drawn, keeps_masks = sampling_params(config.sampler), config.algorithm.keep_sampling_mask
+    truncated = drawn.truncates
+    mixes = [Mix(truncated, drawn.temperature == 0, truncated and keeps_masks)]
     if config.eval.every:
         mixes.append(Mix(greedy=config.eval.temperature == 0))
     return tuple(dict.fromkeys(mixes))

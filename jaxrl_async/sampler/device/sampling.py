@@ -42,7 +42,7 @@ def mix_of(requests: Iterable[Request]) -> Mix:
     requests = list(requests)
     sampling = [r.sampling for r in requests]
     return Mix(
-        truncated=any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in sampling),
+        truncated=any(s.truncates for s in sampling),
         greedy=any(s.temperature == 0 for s in sampling),
         extras=any(r.extras for r in requests),
     )
