@@ -29,9 +29,9 @@ from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
 from jaxrl_async.run.builders.samplers import arrived, asked_mixes, make_push
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.decoding import context_pages_of
+from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
-from jaxrl_async.sampler.device.arguments import DecodeArgs, DecodeState, PrefillArgs
+from jaxrl_async.sampler.device.arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import together
 from jaxrl_async.sampler.setup import build_engine, kv_plan
@@ -226,7 +226,7 @@ def sampler_programs(
     programs = engine.lower(
         params,
         chunk,
-        run_shapes(engine.spec, context_pages),
+        empty_decode_args(engine.spec, engine.spec.slots, context_pages),
         context_pages=context_pages,
         mix=together(mixes) if engine.spec.ragged else mixes[0],
     )
@@ -264,21 +264,6 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
         np.zeros((B, len(engine.kv_layout.groups), pages if later else 0), np.int32),
         slots=rows if engine.model.delta else None,
     )  # fmt: skip
-
-
-def run_shapes(engine: EngineSpec, context_pages: int) -> DecodeArgs:
-    """Return the arguments of a decode block of all slots."""
-    total = engine.total_slots
-    width = context_pages + engine.num_pages(engine.block) + 1
-    return DecodeArgs(
-        rows=np.zeros(engine.slots, np.int32),
-        reserve=np.zeros(engine.reserve, np.int32),
-        num_reserve=np.int32(0),
-        lengths=np.zeros(total, np.int32),
-        drawn=np.zeros(total, np.int32),
-        tables=np.zeros((total, len(engine.kv_layout.groups), width), np.int32),
-        steps=np.int32(engine.block),
-    )
 
 
 def _pages(tokens: int, page_tokens: int) -> int:

@@ -1,39 +1,46 @@
-"""A thread that compiles what a sampler may need later, while the sampler draws."""
+"""Compile what a sampler may need later, while it draws."""
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from jaxrl_async.sampler.batch.ahead import compile_all, shapes_of
-from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.device.arguments import EngineWeights
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.arguments import DecodeState, EngineWeights
 from jaxrl_async.sampler.lifetime import close_at_exit
+from jaxrl_async.sampler.setup import SamplerSetup
 
 log = logging.getLogger(__name__)
 
 
+def compile_for(
+    setup: SamplerSetup, weights: EngineWeights, state: DecodeState, stops: Callable[[], bool]
+) -> int:
+    """Compile the programs that samplers of this setup can need (ahead.compile_all, of the same
+    arguments); return how many."""
+    return compile_all(
+        setup.engine,
+        weights,
+        state,
+        setup.section.prefill_chunk,
+        setup.settings.mixes,
+        setup.seed,
+        images=setup.settings.images is not None,
+        stops=stops,
+    )
+
+
 class CompilingAhead:
-    """Compiles all programs that a batch can need and that are known beforehand (batch/ahead.py).
-    What goes wrong is logged, and shows again when the program is needed."""
+    """A thread that compiles for a sampler (compile_for). What goes wrong is logged, and shows
+    again when the program is needed."""
 
-    def __init__(
-        self, batch: Batch, weights: EngineWeights, budget: int, mixes: tuple[Mix, ...], name: str
-    ) -> None:
-        """Begin.
-
-        Args:
-            batch: whose programs they are; it is not touched later.
-            weights: of Engine.prepare; only their shapes are kept.
-            budget: tokens that are prefilled between two blocks.
-            mixes: the samplings that requests will ask for.
-            name: of the sampler.
-        """
-        self._engine, self._seed, self._name = batch.engine, batch.seed, name
-        self._weights, self._state = shapes_of(weights), shapes_of(batch.state)
-        self._budget, self._mixes, self._images = budget, mixes, batch.takes_images
+    def __init__(self, setup: SamplerSetup, weights: EngineWeights, state: DecodeState) -> None:
+        """Begin. Of the weights (Engine.prepare) and the state only the shapes are kept."""
+        self._setup, self._name = setup, setup.settings.name
+        self._weights, self._state = shapes_of(weights), shapes_of(state)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{name} compiles", daemon=True)
+        name = f"{self._name} compiles"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_at_exit(self)
         self._thread.start()
 
@@ -49,16 +56,7 @@ class CompilingAhead:
     def _run(self) -> None:
         begin = time.perf_counter()
         try:
-            made = compile_all(
-                self._engine,
-                self._weights,
-                self._state,
-                self._budget,
-                self._mixes,
-                self._seed,
-                images=self._images,
-                stops=self._over.is_set,
-            )
+            made = compile_for(self._setup, self._weights, self._state, self._over.is_set)
         except Exception as error:
             log.warning("%s: no more is compiled ahead: %s", self._name, error, exc_info=True)
             return

@@ -385,7 +385,7 @@ class DecodeLoop:
         try:
             if self._lifetime.closed:
                 self.fail_all(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
-                self._compile_ahead(None)
+                self._end_compiling()
                 return None
             if self.batch is None:
                 self.open_batch()
@@ -397,7 +397,7 @@ class DecodeLoop:
             log.error("the sampler stopped: %s", error, exc_info=error)
             self.fail_all(error)
             self._setup.settings.followers.fail(error)
-            self._compile_ahead(None)
+            self._end_compiling()
             return None
         if self.busy:
             return 0.0 if took_in else LOOK_S
@@ -444,7 +444,7 @@ class DecodeLoop:
                     block = batch.wait_for_block()
                 self._finish_block(batch, block)
             if self._blocks == 1:
-                self._compile_ahead(batch)
+                self._begin_compiling(batch)
         with self.changing:
             self._note_first_tokens(batch)
             if not batch.placed:  # no block will run: nothing to overlap with
@@ -456,18 +456,15 @@ class DecodeLoop:
         add_span("block", start, end, version=version, sequences=drawing)
         return True
 
-    def _compile_ahead(self, batch: Batch | None) -> None:
-        """Begin to compile what the first block did not need; None: end it."""
-        settings = self._setup.settings
+    def _begin_compiling(self, batch: Batch) -> None:
+        """Have what the first block did not need compiled beside the others."""
+        if self._setup.settings.mixes and self._one_process:
+            self._compiling = CompilingAhead(self._setup, self.weights.prepared, batch.state)
+            weakref.finalize(self, self._compiling.leave)  # nobody holds the sampler any more
+
+    def _end_compiling(self) -> None:
         if self._compiling is not None:
             self._compiling.close()
-            self._compiling = None
-        if batch is not None and settings.mixes and self._one_process:
-            budget = self._setup.section.prefill_chunk
-            self._compiling = CompilingAhead(
-                batch, self.weights.prepared, budget, settings.mixes, settings.name
-            )
-            weakref.finalize(self, self._compiling.leave)  # nobody holds the sampler any more
 
     def _take_in(self, batch: Batch, *, idle: bool) -> bool:
         """Take in requests, commands, cancellations and weights; False: not yet, in a replay."""

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from heard_compiles import compiles_of_samplers
 
 from jaxrl_async.config.load import load
 from jaxrl_async.metrics.metric import comparable
@@ -163,17 +163,8 @@ def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch,
 
 @pytest.fixture
 def compiled_now():
-    """The names of the samplers' programs as they are compiled, each with the thread's name."""
-    names: list[tuple[str, str]] = []
-
-    def heard(event: str, duration_secs: float, **about: object) -> None:
-        name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        if "backend_compile" in event and name in ("prefill", "insert", "generate"):
-            names.append((name, threading.current_thread().name))
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(heard)
+    with compiles_of_samplers() as names:
+        yield names
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("masks", marks=pytest.mark.exhaustive)])

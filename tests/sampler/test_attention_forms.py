@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from heard_compiles import compiles_of_samplers
 from remote_side import eventually
 from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 from whole_rows import logprobs_of
@@ -103,20 +104,8 @@ def test_with_the_cpus_own_kernels_no_traffic_needs_more_than_ten_programs() -> 
 
 @pytest.fixture
 def compiled_now():
-    """The names of programs as they are compiled."""
-    names: list[str] = []
-
-    def heard(event: str, duration_secs: float, **about: object) -> None:
-        if "backend_compile" in event:
-            names.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(heard)
-
-
-def of_engine(names: list[str]) -> list[str]:
-    return [n for n in names if n in ("jit(prefill)", "jit(insert)", "jit(generate)")]
+    with compiles_of_samplers() as names:
+        yield names
 
 
 GREEDY_TOO = (Mix(), Mix(greedy=True))
@@ -133,58 +122,47 @@ def test_what_is_compiled_ahead_is_all_that_traffic_needs(
     crowded = {**CROWDED, "slots": 32 if many_logits else 24, "prefill_chunk": 300}
     crowded["kv_memory_mib"] = 0.06
     mesh = make_slices(schema.MeshSection()).sampler if placed else None
-    section = SECTION.model_copy(update=crowded)
-    sampler = Sampler((SPEC, PARAMS), section=section, mesh=mesh)
+    sampler = make_sampler(**crowded, mesh=mesh)
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
     state = engine.init_decode_state()
     made = compile_all(engine, prepared, state, 300, GREEDY_TOO, seed=0)
-    assert made == len(of_engine(compiled_now)) == (14 if many_logits else 10)
+    assert made == len(compiled_now) == (14 if many_logits else 10)
     random_waves(sampler, 12, seed=1)
     assert sampler.stats().preempted > 0
-    assert len(of_engine(compiled_now)) == made
+    assert len(compiled_now) == made
     sampler.close()
 
 
 def test_on_a_tpu_no_traffic_needs_a_block_that_was_not_compiled_ahead(compiled_now) -> None:
     """Which has one sampling for all, and four widths of context."""
-    section = SECTION.model_copy(
-        update={
-            **CROWDED,
-            "attention": "ragged",
-            "page_tokens": 2,
-            "kv_memory_mib": 0.3,
-            "slots": 8,
-        }
-    )
+    wishes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.3, "slots": 8}
     settings = SamplerSettings(mixes=GREEDY_TOO)
-    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler = make_sampler(**{**CROWDED, **wishes}, settings=settings)
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
     made = compile_all(engine, prepared, engine.init_decode_state(), 64, GREEDY_TOO, seed=0)
-    blocks = compiled_now.count("jit(generate)")
+    blocks = len(compiled_now)
     assert context_widths(engine.spec) == (4, 8, 16, 32), "whole blocks of the kernel, and less"
     assert made == blocks == 2 * 4, "of 4 and 8 rows"
     random_waves(sampler, 4, seed=1)
-    assert compiled_now.count("jit(generate)") == blocks
+    assert [name for name, _ in compiled_now].count("generate") == blocks
     sampler.close()
 
 
 def test_a_sampler_compiles_beside_its_first_blocks_what_it_will_need(compiled_now) -> None:
     needs_cpu_kernels()
-    section = SECTION.model_copy(update={**CROWDED, "slots": 20})
     settings = SamplerSettings(mixes=GREEDY_TOO, name="early")
-    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler = make_sampler(**{**CROWDED, "slots": 20}, settings=settings)
     sampler.generate([request(0, request_id="first")])
     eventually(lambda: "early compiles" not in {t.name for t in threading.enumerate()})
-    known = of_engine(compiled_now)
+    known = list(compiled_now)
     assert len(known) == 1 + 2 + 2 * 2, "a prefill, its inserts, and blocks of few rows and all"
     random_waves(sampler, 6, seed=1)
-    assert of_engine(compiled_now) == known
+    assert compiled_now == known
     sampler.close()
 
 
 def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) -> None:
     needs_cpu_kernels()
-    section = SECTION.model_copy(update={**CROWDED, "slots": 28})
     held, real = threading.Event(), Engine.compile_generate
 
     def slow(*args, **kwargs):
@@ -193,7 +171,7 @@ def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) ->
 
     monkeypatch.setattr(Engine, "compile_generate", slow)
     settings = SamplerSettings(mixes=GREEDY_TOO, name="closed")
-    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler = make_sampler(**{**CROWDED, "slots": 28}, settings=settings)
     sampler.generate([request(0, request_id="first")])
     closing = threading.Thread(target=sampler.close)
     closing.start()
@@ -201,7 +179,7 @@ def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) ->
     held.set()
     closing.join()
     assert "closed compiles" not in {t.name for t in threading.enumerate()}
-    assert len(of_engine(compiled_now)) < 7
+    assert len(compiled_now) < 7
 
 
 FORGETS = """
@@ -257,9 +235,8 @@ def test_a_program_that_forgets_its_sampler_ends_while_it_compiles(tmp_path) -> 
 
 def test_a_sampler_that_fails_leaves_no_thread(monkeypatch) -> None:
     needs_cpu_kernels()
-    section = SECTION.model_copy(update={**CROWDED, "slots": 36})
     settings = SamplerSettings(mixes=GREEDY_TOO, name="failing")
-    sampler = Sampler((SPEC, PARAMS), section=section, settings=settings)
+    sampler = make_sampler(**{**CROWDED, "slots": 36}, settings=settings)
     sampler.generate([request(0, request_id="first")])
     assert "failing compiles" in {t.name for t in threading.enumerate()}
 

@@ -34,7 +34,8 @@ KINDS = (
 
 def make_sampler(**wishes: object) -> Sampler:
     """A sampler with other settings than SECTION's."""
-    kept = {k: wishes.pop(k) for k in ("weights", "seed", "version") if k in wishes}
+    own = ("weights", "seed", "version", "mesh", "settings")
+    kept = {k: wishes.pop(k) for k in own if k in wishes}
     return Sampler((SPEC, PARAMS), section=SECTION.model_copy(update=wishes), **kept)
 
 

@@ -26,7 +26,7 @@ from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
-from jaxrl_async.sampler.batch.ahead import compile_all
+from jaxrl_async.sampler.compiling import compile_for
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams
@@ -95,16 +95,7 @@ class Rehearsal:
         for requests in self._acts():
             sampler.generate(requests)
         sampler.close()  # with what it compiled beside its blocks, as that of the run will
-        compile_all(
-            setup.engine,
-            prepared,
-            setup.engine.state_shapes(),
-            config.sampler.prefill_chunk,
-            settings.mixes,
-            config.run.seed,
-            images=settings.images is not None,
-            stops=lambda: self._over,
-        )
+        compile_for(setup, prepared, setup.engine.state_shapes(), lambda: self._over)
         swapped = setup.engine.prepare(sent, prepared)
         if settings.probe_tokens is not None:
             setup.engine.probe(swapped, settings.probe_tokens)

@@ -123,11 +123,6 @@ class Batch:
     # ---- queries
 
     @property
-    def takes_images(self) -> bool:
-        """Whether token ids of prompts may name images."""
-        return self._images is not None
-
-    @property
     def prefilling(self) -> list[Prefilling]:
         """Requests whose prompt is not computed yet, oldest first; followers are left out."""
         return leaders(self.placed.values())

@@ -53,6 +53,23 @@ def decode_args(
     return args, context_pages
 
 
+def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> DecodeArgs:
+    """Return the arguments of a block of so many rows, none of which decodes: to compile it."""
+    S, groups = spec.total_slots, len(spec.kv_layout.groups)
+    width = context_pages + spec.num_pages(spec.block) + 1
+    nothing = np.zeros(S, np.int32)
+    return DecodeArgs(
+        rows=np.full(rows, S, np.int32),
+        reserve=np.zeros(spec.reserve, np.int32),
+        num_reserve=np.int32(0),
+        lengths=nothing,
+        drawn=nothing,
+        tables=np.full((S, groups, width), spec.pages, np.int32),
+        steps=np.int32(spec.block),
+        places=None if spec.room is None else nothing,
+    )
+
+
 def padded_rows(spec: EngineSpec, running: int) -> int:
     """Return for how many rows the block of so many running requests is compiled."""
     rows_of = shapes.coarse_rows if spec.cpu_attention else shapes.decode_rows
