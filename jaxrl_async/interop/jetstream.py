@@ -143,6 +143,7 @@ class JaxrlEngine:
     def insert(self, prefix: PrefilledPrompt, decode_state: SlotStates, slot: int) -> SlotStates:
         """Start decoding a prefilled prompt in a slot."""
         length, core, spec = prefix.length, self._core, self._core.spec
+        assert prefix.core.kv is not None
         where = np.arange(prefix.core.kv.k[0].shape[0])
         numbers = np.minimum(where // PAGE_TOKENS, self._tables.shape[2] - 1)
         firsts = [g.first_page(length, PAGE_TOKENS) for g in spec.kv_layout.groups]

@@ -231,6 +231,10 @@ def tree_cudnn(
     return kernels.cudnn_causal(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring))
 
 
+REFERENCE_TOKENS = 64
+"""Query tokens whose pages ragged_paged_reference copies at a time."""
+
+
 def ragged_paged_reference(
     q_tHK: Array,
     kv_pages: Array,
@@ -241,7 +245,8 @@ def ragged_paged_reference(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Compute kernels.ragged_paged by gathering all pages of each token; same arguments.
+    """Compute kernels.ragged_paged by gathering all pages of each token, of some tokens at a time;
+    same arguments.
 
     Three queries of a sequence of 5 tokens are at its positions 2, 3, 4.
     """
@@ -249,13 +254,18 @@ def ragged_paged_reference(
     token = jnp.arange(t)
     seq = jnp.searchsorted(cu_q_lens[1:], token, side="right").clip(0, kv_lens.shape[0] - 1)
     position = kv_lens[seq] - cu_q_lens[seq + 1] + token
-    kv_tSCK = kv_pages[page_indices[seq], ..., :K].reshape(t, -1, kv_pages.shape[2], K)
-    columns = jnp.arange(kv_tSCK.shape[1])
-    visible_tTS = columns <= position[:, None, None]
-    if scoring.window:
-        visible_tTS &= columns > position[:, None, None] - scoring.window
-    keys, values = kv_tSCK[:, :, 0::2], kv_tSCK[:, :, 1::2]
-    out = attend(q_tHK[:, None], keys, values, visible_tTS, scoring, sinks_H)[:, 0]
+
+    def one(query: tuple[Array, Array, Array]) -> Array:
+        q_HK, seq, position = query
+        kv_SCK = kv_pages[page_indices[seq], ..., :K].reshape(-1, kv_pages.shape[2], K)
+        columns = jnp.arange(kv_SCK.shape[0])
+        visible_S = columns <= position
+        if scoring.window:
+            visible_S &= columns > position - scoring.window
+        keys, values = kv_SCK[None, :, 0::2], kv_SCK[None, :, 1::2]
+        return attend(q_HK[None, None], keys, values, visible_S[None, None], scoring, sinks_H)[0, 0]
+
+    out = jax.lax.map(one, (q_tHK, seq, position), batch_size=REFERENCE_TOKENS)
     real = token < cu_q_lens[num_seqs[0]]
     return jnp.where(real[:, None, None], out, 0).astype(q_tHK.dtype)
 

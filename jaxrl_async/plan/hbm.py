@@ -122,7 +122,8 @@ def sampler_memory(
     moments: dict[str, dict[str, float]] = {"prepare": {}, "decode": {}, "prefill": {}}
     if adapts:
         moments["prepare"] = {"next weights": weights, "KV cache": 0.0, "logits": 0.0}
-    moments["prefill"]["prefilled"] = by_name["prefill"].output_bytes
+    made = by_name["prefill"]
+    moments["prefill"]["prefilled"] = made.output_bytes - made.alias_bytes  # beside the pages
     if "reshard" in by_name:
         moments["reshard"] = {}
     return _worst(resident, moments, by_name, usable)

@@ -307,7 +307,14 @@ def sampler_side(
         where=where,
         programs=own,
         timings={
-            p.name: timing(p, where, cache_bytes=read.get(p.name, 0.0)) for p in own if p.fits
+            p.name: timing(
+                p,
+                where,
+                cache_bytes=read.get(p.name, 0.0),
+                ragged=held.prefill_kernel if p.name == "prefill" else None,
+            )
+            for p in own
+            if p.fits
         },
         memory=sampler_memory(
             own,

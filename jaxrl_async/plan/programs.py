@@ -22,8 +22,10 @@ from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
 from jaxrl_async.model.lora import beside, lora_of, trained_table
 from jaxrl_async.model.own_spec import own_spec
+from jaxrl_async.model.sink_pages import page_head_dim
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Slice
+from jaxrl_async.plan.cost import Kernel
 from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
@@ -31,6 +33,7 @@ from jaxrl_async.run.builders.samplers import arrived, asked_mixes, make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
+from jaxrl_async.sampler.batch.prefill import make_chunk, prefill_sizes
 from jaxrl_async.sampler.device.arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import together
@@ -62,6 +65,7 @@ class Held:
     state: DecodeState
     kv: MemoryPlan
     chunk_tokens: int  # of the prefill's program
+    prefill_kernel: Kernel | None = None  # of the ragged kernels of a prefill on the pages
 
 
 def check(config: schema.Config) -> None:
@@ -245,12 +249,38 @@ def sampler_programs(
     ]
     tokens = chunk.token_ids.size
     state = engine.state_shapes()
-    return lowered, Held(weights=params, sent=sent, state=state, kv=plan, chunk_tokens=tokens)
+    held = Held(
+        weights=params,
+        sent=sent,
+        state=state,
+        kv=plan,
+        chunk_tokens=tokens,
+        prefill_kernel=prefill_kernel(config, engine.spec, tokens),
+    )
+    return lowered, held
+
+
+def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
+    """Return what the ragged kernels of a prefill of so many tokens compute on a device, of prompts
+    as long as they may be: two products of each query with its own token and those before, in heads
+    as wide as the pages have them. None: prompts are not prefilled on the pages."""
+    if not engine.prefills_in_pages:
+        return None
+    model, length = engine.model, config.data.max_prompt_tokens
+    tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
+    heads = model.heads // (1 if model.kv_heads % tensor else tensor)
+    width = page_head_dim(model.head_dim)
+    flops = 4 * tokens * (length + 1) / 2 * heads * width * model.layers
+    return Kernel(
+        name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=width
+    )
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     """Return the arguments of one round of prefill, of prompts as long as they may be."""
     section = config.sampler
+    if sizes := prefill_sizes(engine, section.prefill_chunk):
+        return make_chunk([], sizes[-1], engine).args
     longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
     T = shapes.length_bucket(longest)
     B = shapes.rows_bucket(max(1, section.prefill_chunk // T))

@@ -2,8 +2,9 @@
 
     compute       the compiler's own cycles, times the chip's clock
     kernels       attention's, which it does not time: their FLOPs at the share of the peak that
-                  was published (splash, attention_rates.py), the bytes of the KV cache at four
-                  fifths of HBM's bandwidth (ragged)
+                  was published (splash, attention_rates.py; a prefill's ragged kernel is taken to
+                  reach what splash does going forward), the bytes of the KV cache at four fifths
+                  of HBM's bandwidth (ragged, in decode)
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
@@ -38,6 +39,7 @@ Published for the shapes of Qwen3-30B-A3B, 128 experts of 2,048 x 768 and 1,024 
 """
 HOP_S = 1e-6
 """Latency from one chip to the next, seconds; a collective goes half around the ring."""
+BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
 EXPOSED = ("all-reduce", "all-to-all")
 
 
@@ -117,10 +119,20 @@ def decode_account(
     return {name: part / (block.estimate_s + host_s) for name, part in parts.items()}
 
 
-def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
-    """Estimate a program on its slice; cache_bytes: KV that its ragged kernels read in all."""
+def timing(
+    done: Compiled, where: Slice, *, cache_bytes: float = 0.0, ragged: Kernel | None = None
+) -> Timing:
+    """Estimate a program on its slice.
+
+    Args:
+        done: the program.
+        where: its slice.
+        cache_bytes: KV that its ragged kernels read in all.
+        ragged: what these compute, which their text does not tell; None: what counts is reading.
+    """
     chip, cost = where.chip, done.cost
     attention = [k for k in cost.kernels if not k.num_bytes]
+    attention += [] if ragged is None else [ragged]
     grouped_s = sum(
         max(
             k.flops / chip.peak_flops / GROUPED_SHARE,
@@ -131,6 +143,7 @@ def timing(done: Compiled, where: Slice, *, cache_bytes: float = 0.0) -> Timing:
     )
     num_bytes = cost.num_bytes + sum(k.num_bytes for k in cost.kernels)
     flops = cost.flops + sum(k.flops for k in cost.kernels)
+    flops += 0.0 if ragged is None else ragged.flops
     seconds = {c: collective_s(c, where) for c in cost.collectives}
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
     talk = sum(seconds.values())
@@ -155,7 +168,7 @@ def _splash_share(kernel: Kernel, where: Slice) -> float:
     """Return the share of the peak for a kernel of attention; 1 where it has no FLOPs."""
     if not kernel.flops:
         return 1.0
-    backward = not kernel.name.startswith("splash_mha_fwd")
+    backward = kernel.name.startswith(BACKWARD)
     generation = where.chip.generation
     return splash_share(generation, kernel.length, kernel.width, backward=backward)
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import jax
 
+PROGRAMS = ("prefill", "prefill_in_pages", "insert", "generate")
+
 
 @contextmanager
 def compiles_of_samplers() -> Iterator[list[tuple[str, str]]]:
@@ -15,7 +17,7 @@ def compiles_of_samplers() -> Iterator[list[tuple[str, str]]]:
 
     def heard(event: str, duration_secs: float, **about: object) -> None:
         name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        if "backend_compile" in event and name in ("prefill", "insert", "generate"):
+        if "backend_compile" in event and name in PROGRAMS:
             heard_so_far.append((name, threading.current_thread().name))
 
     jax.monitoring.register_event_duration_secs_listener(heard)

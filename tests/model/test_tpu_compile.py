@@ -189,7 +189,15 @@ def test_the_samplers_programs_compile_and_decode_in_place(programs):
     block = programs["sampler block"]
     assert block["kernels"] == 2, "one kernel a layer, on the pages themselves"
     assert block["temp_bytes"] < block["pages_bytes"] / 2, "no copy of the pages"
-    assert programs["sampler prefill"]["temp_bytes"] < block["pages_bytes"]
+
+
+def test_prompts_are_prefilled_on_the_pages_in_place(programs):
+    for kind in ("", " of long contexts"):
+        prefill = programs[f"sampler prefill{kind}"]
+        assert prefill["kernels"] == 2, "one kernel a layer"
+        assert prefill["temp_bytes"] < prefill["pages_bytes"] / 8, "no copy, no scores"
+    insert = programs["sampler insert"]
+    assert insert["temp_bytes"] < insert["pages_bytes"] / 8
 
 
 def test_page_tables_beyond_the_scalar_memory_are_divided_among_calls(programs):
@@ -203,4 +211,5 @@ def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
     assert (block["processes"], alone["processes"]) == (4, 1)
     assert block["kernels"] == 2 and block["read_whole"]
     assert block["temp_bytes"] < block["pages_bytes"] / 16, "its part of the pages stays in place"
-    assert programs["sampler prefill over hosts"]["temp_bytes"] < block["pages_bytes"] / 16
+    prefill = programs["sampler prefill over hosts"]
+    assert prefill["kernels"] == 2 and prefill["temp_bytes"] < block["pages_bytes"] / 16

@@ -27,7 +27,14 @@ from jaxrl_async.model.attention import reference, sequence_attention, tree_spla
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.sampler.device.arguments import DecodeArgs, PrefillArgs
+from jaxrl_async.sampler.batch.prefill import (
+    Sizes,
+    insert_args,
+    inserted_sizes,
+    make_chunk,
+    prefill_sizes,
+)
+from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
@@ -266,6 +273,8 @@ def sampler_program(
     base: str = "",
     slots: int = 16,
     context_pages: int = 2,
+    max_length: int = 512,
+    budget: int = 256,
     **axes: int,
 ) -> dict[str, Any]:
     """A prefill or a whole decode block of the sampler's engine, on one chip or on these axes."""
@@ -279,8 +288,8 @@ def sampler_program(
     )
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
-        model=spec, slots=slots, reserve=8, max_length=512, pages=256, page_tokens=32, block=16,
-        mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
+        model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
+        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -297,15 +306,20 @@ def sampler_program(
     prepared = jax.eval_shape(engine.programs.prepare, params)
     weights = shapes_on(prepared, weight_shardings(spec, mesh, params, prepared))
     state = engine.state_shapes()
+    pages_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv))
+    if name == "insert":
+        chunk = make_chunk([], prefill_sizes(engine_spec, budget)[-1], engine_spec)
+        prefix, _ = jax.eval_shape(engine.programs.prefill_in_pages, weights, state.kv, chunk.args)
+        size = inserted_sizes(engine_spec)[-1]
+        put = insert_args(chunk.unwritten, [], engine_spec, 0, size=size)
+        return {**compiled(engine.programs.insert, prefix, state, put), "pages_bytes": pages_bytes}
     if name == "prefill":
-        n, B, T = 256, 4, 64
-        ints = np.zeros(n, np.int32)
-        chunk = PrefillArgs(
-            ints, ints, np.zeros((B, T), np.int32), ints, ints[:B], ints[:B] + 1,
-            np.zeros((B, len(engine_spec.kv_layout.groups), 2), np.int32),
-            slots=ints[:B] if spec.delta else None,
-        )  # fmt: skip
-        return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
+        sizes = prefill_sizes(engine_spec, budget) or [Sizes(4, 64, 256, 2)]
+        chunk = make_chunk([], sizes[-1], engine_spec).args
+        if chunk.cells is None:
+            return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
+        found = compiled(engine.programs.prefill_in_pages, weights, state.kv, chunk)
+        return {**found, "pages_bytes": pages_bytes}
     run = DecodeArgs(
         rows=np.arange(slots, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
@@ -323,7 +337,7 @@ def sampler_program(
     return {
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-        "pages_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv)),
+        "pages_bytes": pages_bytes,
         "processes": len({d.process_index for d in mesh.devices.flat}),
         "read_whole": all(
             s.is_fully_replicated for s in jax.tree.leaves(program.output_shardings[1])
@@ -351,6 +365,10 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler block of long contexts": partial(
         sampler_program, "block", slots=256, context_pages=1024
     ),
+    "sampler prefill of long contexts": partial(
+        sampler_program, "prefill", slots=256, max_length=32768, budget=2048
+    ),
+    "sampler insert": partial(sampler_program, "insert", slots=64),
     "sampler prefill over hosts": partial(sampler_program, "prefill", kv_heads=16, tensor=16),
     "sampler block over hosts": partial(sampler_program, "block", kv_heads=16, tensor=16),
     "sampler prefill of gemma3": partial(sampler_program, "prefill", shape=GEMMA3),

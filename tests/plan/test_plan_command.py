@@ -80,6 +80,8 @@ def test_a_plan_is_made_of_compiled_programs_and_kept(tmp_path, first, cache):
     assert any("ragged_paged" in k for k in kernels["decode"]), (
         "paged attention in the decode block"
     )
+    assert any("ragged_paged" in k for k in kernels["prefill"]), "and in the prefill"
+    assert found["sampler"]["timings"]["prefill"]["kernels_s"] > 0
     axes = {c["axes"] for c in programs["gradient"]["cost"]["collectives"]}
     assert axes == {"fsdp"}
     assert found["fits"] and "HBM of a chip" in first.stdout and "MFU" in first.stdout

@@ -412,6 +412,32 @@ def test_splash_takes_its_flops_at_the_share_of_its_chip():
     assert took.kernels_s == pytest.approx(1 / 0.555, rel=0.01) and took.peak_s == 1
 
 
+def test_a_prefills_ragged_kernel_takes_its_flops_as_splash_going_forward():
+    from jaxrl_async.plan.attention_rates import splash_share
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.timing import timing
+
+    done = Compiled(name="prefill", side="sampler", fits=True, cost=Cost(flops=394e12))
+    kernel = Kernel(name="ragged", times=2, flops=197e12, length=8192, width=128)
+    took = timing(done, parse_slice("v5p-8"), ragged=kernel)
+    assert splash_share("v5p", 8192, 128) > 0.5 > splash_share("v5p", 8192, 128, backward=True)
+    assert took.kernels_s == pytest.approx(197e12 / 459e12 / 0.555, rel=0.01)
+    assert took.peak_s == pytest.approx(591e12 / 459e12), "its products count at the peak, too"
+
+
+def test_what_a_prefill_makes_lies_beside_the_pages_that_it_writes_to():
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.hbm import sampler_memory
+
+    own = [
+        Compiled(name=name, side="sampler", fits=True, output_bytes=out, alias_bytes=aliased)
+        for name, out, aliased in (("prepare", 0, 0), ("decode", 0, 0), ("prefill", 45, 40))
+    ]
+    found = sampler_memory(own, weights=20, sent=20, pages=40, state=1, usable=100)
+    assert found.moment == "prefill" and found.total_bytes == 20 + 20 + 40 + 1 + 5
+
+
 def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
     """What the pages' reading takes is a part of both."""
     from types import SimpleNamespace

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
@@ -182,6 +183,30 @@ def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     assert held.chunk_tokens > config.sampler.prefill_chunk
     prefill = next(one for one in found if one.name == "prefill")
     assert f"int32[{held.chunk_tokens}]" in arguments(prefill)
+
+
+@pytest.mark.parametrize(("tensor", "devices"), [(2, 2), (3, 1)])
+def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_own(tensor, devices):
+    """Two products of 128 columns for each head that a device has."""
+    config = config_of(sampler={"attention": "ragged"}, mesh={"sampler": {"tensor": tensor}})
+    spec = lowering.spec_of(config)
+    mesh = AbstractMesh((tensor,), ("tensor",))
+    engine = EngineSpec(
+        model=spec, slots=2, max_length=160, pages=10, mesh=mesh, ragged=True, on_tpu=True
+    )
+    kernel = lowering.prefill_kernel(config, engine, 300)
+    seen = sum(position + 1 for position in range(100)) * 3  # of three prompts
+    assert kernel.flops == pytest.approx(2 * 2 * seen * (4 / devices) * 128 * 2)
+    assert (kernel.times, kernel.length, kernel.width) == (2, 100, 128)
+    assert lowering.prefill_kernel(config, replace(engine, ragged=False), 300) is None
+
+
+def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
+    config = config_of(sampler={"attention": "ragged", "prefill_chunk": 1000})
+    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    prefill = next(one for one in found if one.name == "prefill")
+    assert held.chunk_tokens == 1000 and held.prefill_kernel is not None
+    assert len(jax.tree.leaves(prefill.program.out_info)) == 1 + 2, "logits, and each layer's pages"
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])

@@ -401,15 +401,22 @@ async def play(sampler: Sampler, plan: list) -> list[tuple[str, int, int, Comple
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", MODES)
-def test_in_any_traffic_each_draws_what_its_adapter_draws_alone(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [*((mode, {}) for mode in MODES), ("continue", {"attention": "ragged"})],
+)
+def test_in_any_traffic_each_draws_what_its_adapter_draws_alone(
+    mode: str, more: dict[str, str]
+) -> None:
+    padding = 16 if more else 1  # of a TPU's heads, to 128
     room = AdapterRoom(places=3, rank=4)
     places = kv_plan(SPEC, SECTION, "float32", room).places_bytes
     crowded = make(
         room=room,
-        kv_memory_mib=(places + 6 * 16 * 2 * 2 * 2 * 8 * 4) / 2**20,
+        kv_memory_mib=(places + padding * 6 * 16 * 2 * 2 * 2 * 8 * 4) / 2**20,
         prefill_chunk=24,
         on_new_weights=mode,
+        **more,
     )
 
     @settings(max_examples=8, deadline=None, derandomize=True)

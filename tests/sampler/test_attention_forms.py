@@ -59,6 +59,7 @@ def wanted() -> list[list[int]]:
             pytest.param(settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for settings in (
                 {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
+                {"attention": "ragged", "prefill_chunk": 300, "page_tokens": 8},
                 {"prefill_chunk": 7, "page_tokens": 8, "block": 3},
             )
         ),
@@ -133,18 +134,30 @@ def test_what_is_compiled_ahead_is_all_that_traffic_needs(
     sampler.close()
 
 
-def test_on_a_tpu_no_traffic_needs_a_block_that_was_not_compiled_ahead(compiled_now) -> None:
-    """Which has one sampling for all, and four widths of context."""
-    wishes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.3, "slots": 8}
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("many_logits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
+    many_logits, placed, monkeypatch, compiled_now
+) -> None:
+    """Blocks have one sampling for all and two widths of context, prompts are prefilled on the
+    pages, and an insert writes no tokens."""
+    monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
+    wishes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.35}
+    wishes["slots"] = 24 if many_logits else 16  # an engine of its own: nothing is compiled yet
+    mesh = make_slices(schema.MeshSection()).sampler if placed else None
     settings = SamplerSettings(mixes=GREEDY_TOO)
-    sampler = make_sampler(**{**CROWDED, **wishes}, settings=settings)
+    wishes |= {"prefill_chunk": 300, "mesh": mesh, "settings": settings}
+    sampler = make_sampler(**{**CROWDED, **wishes})
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
-    made = compile_all(engine, prepared, engine.init_decode_state(), 64, GREEDY_TOO, seed=0)
-    blocks = len(compiled_now)
-    assert context_widths(engine.spec) == (4, 8, 16, 32), "whole blocks of the kernel, and less"
-    assert made == blocks == 2 * 4, "of 4 and 8 rows"
-    random_waves(sampler, 4, seed=1)
-    assert [name for name, _ in compiled_now].count("generate") == blocks
+    made = compile_all(engine, prepared, engine.init_decode_state(), 300, GREEDY_TOO, seed=0)
+    assert context_widths(engine.spec) == (8, 32), "half a block of the kernel, and all"
+    names = [name for name, _ in compiled_now]
+    assert names.count("generate") == 2 * 2, "of 4 rows and all"
+    assert names.count("prefill_in_pages") == 2, "of 128 and 300 tokens"
+    assert made == len(names) == 6 + (2 if many_logits else 1)
+    random_waves(sampler, 6, seed=1)
+    assert sampler.stats().preempted > 0
+    assert len(compiled_now) == made
     sampler.close()
 
 
@@ -259,7 +272,7 @@ def test_the_kernel_reads_no_rows_behind_the_last_that_runs(monkeypatch) -> None
         jax.debug.callback(lambda count: seen.append(int(count[0])), args[5])
         return ragged_paged_reference(*args)
 
-    monkeypatch.setattr(decode, "ragged_paged_reference", noted)
+    monkeypatch.setattr(decode, "ragged_kernel", lambda _: noted)
     sampler = make_sampler(attention="ragged", slots=8, reserve=0.0, page_tokens=32)
     lengths = [3, 9]
     sampler.generate(
@@ -315,11 +328,12 @@ def test_a_ragged_sampler_over_two_devices() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch) -> None:
-    """The whole decode loop with the Pallas kernel in interpret mode; page tables that are too
-    large for its scalar memory are divided among calls of eight rows."""
+    """Prefills and the whole decode loop with the Pallas kernel in interpret mode; page tables that
+    are too large for its scalar memory are divided among calls of eight rows."""
     if calls == 2:
         monkeypatch.setattr(kernels, "RAGGED_TABLE_BYTES", 1)
-    section = SECTION.model_copy(update={"attention": "ragged", "slots": 8 * calls})
+    wishes = {"attention": "ragged", "slots": 8 * calls, "prefill_chunk": 32}
+    section = SECTION.model_copy(update=wishes)  # in interpret mode one grid step must do all
     plain = Sampler((SPEC, PARAMS), section=section)
     engine = Engine(replace(plain.engine.spec, ragged=True, on_tpu=True))
     setup = replace(plain.setup, engine=engine)

@@ -1,8 +1,9 @@
 """Compile ahead what requests can need, where that is a few programs known beforehand: where
 attention costs a row's own tokens (EngineSpec.in_pages), no width of context is a shape of its own.
 
-On a CPU these are all programs; on a TPU the blocks, and prefills are compiled as prompts come.
-Nothing runs, and only shapes are needed: JAX finds what was compiled when it is first called.
+These are all programs but for prefills of prompts with images, and on a TPU for those of models
+with windows or gated delta nets: they are compiled as prompts come. Nothing runs, and only shapes
+are needed: JAX finds what was compiled when it is first called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +12,13 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_widths, empty_decode_args, padded_rows
 from jaxrl_async.sampler.batch.prefill import (
-    Sizes,
-    copies_of,
+    copied_sizes,
     insert_args,
     inserted_sizes,
     make_chunk,
+    prefill_sizes,
 )
 from jaxrl_async.sampler.device.arguments import DecodeState, EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
@@ -92,17 +92,16 @@ def _prefills(
 ) -> Iterator[str]:
     """Compile a prefill of each size, and each way to insert it; yield each one's name."""
     spec = engine.spec
-    if not spec.cpu_attention:
-        return
-    rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
-    for tokens in shapes.coarse_buckets(budget):
-        chunk = make_chunk([], Sizes(rows, 1, tokens, width), spec)
+    for number, sizes in enumerate(prefill_sizes(spec, budget)):
+        chunk = make_chunk([], sizes, spec)
         prefix = engine.compile_prefill(weights, state, chunk.args)._replace(routes=None)
         yield "prefill"
+        if number and spec.prefills_in_pages:
+            continue  # an insert has no tokens to write, whatever the prefill's size
         for size in inserted_sizes(spec):
-            for copies in (0, copies_of(size, spec)):
+            for copies in copied_sizes(size, spec):
                 args = insert_args(
-                    chunk.cells, [], spec, seed, chunk.args.slots, size=size, num_copies=copies
+                    chunk.unwritten, [], spec, seed, chunk.args.slots, size=size, num_copies=copies
                 )
                 engine.compile_insert(prefix, state, args)
                 yield "insert"

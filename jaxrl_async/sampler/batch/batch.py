@@ -51,7 +51,7 @@ from jaxrl_async.sampler.batch.sequence import (
 )
 from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.batch.tables import Table
-from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights
+from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
@@ -208,10 +208,10 @@ class Batch:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
         for chunk in chunks_of(self._parts(), self._chunk, self.spec, self._images):
-            prefix = self.engine.prefill(weights, self.state, chunk.args)
+            prefix = self._prefilled(weights, chunk)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()
-            args = insert_args(chunk.cells, done, self.spec, self.seed, chunk.args.slots)
+            args = insert_args(chunk.unwritten, done, self.spec, self.seed, chunk.args.slots)
             self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
             pages, offsets = chunk.cells
             self._routes.expect(prefix.routes, pages[0], offsets, args.sources, args.targets)
@@ -223,6 +223,13 @@ class Batch:
                 for prefilling in (leader, *followers):  # all have the leader's KV
                     prefilling.kv_version = leader.kv_version
                     self.guarded(prefilling, self._start_running)
+
+    def _prefilled(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
+        """Compute a chunk; its KV is in the pages already where chunks have cells."""
+        if chunk.args.cells is None:
+            return self.engine.prefill(weights, self.state, chunk.args)
+        prefix, self.state = self.engine.prefill_in_pages(weights, self.state, chunk.args)
+        return prefix
 
     def _parts(self) -> list[Part]:
         """Return what is prefilled in this round, with pages for it: those that a window hides

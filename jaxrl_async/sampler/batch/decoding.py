@@ -72,7 +72,7 @@ def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> Decode
 
 def padded_rows(spec: EngineSpec, running: int) -> int:
     """Return for how many rows the block of so many running requests is compiled."""
-    rows_of = shapes.coarse_rows if spec.cpu_attention else shapes.decode_rows
+    rows_of = shapes.coarse_rows if spec.in_pages else shapes.decode_rows
     return rows_of(running, spec.slots)
 
 
@@ -87,11 +87,10 @@ def context_pages_of(spec: EngineSpec, longest: int) -> int:
 
 def context_widths(spec: EngineSpec) -> tuple[int, ...]:
     """Return for which numbers of pages blocks are compiled that read the pages themselves,
-    ascending: on a CPU for all that there can be; on a TPU also for fewer than the kernel reads at
+    ascending: for all that there can be; on a TPU also for half of those that the kernel reads at
     once, of which it would read the rest in vain."""
-    most = spec.num_pages(spec.max_length)
-    few = () if spec.cpu_attention else (4, 8, MAX_RAGGED_PAGES)
-    return (*(pages for pages in few if pages < most), most)
+    most, few = spec.num_pages(spec.max_length), MAX_RAGGED_PAGES // 2
+    return (most,) if spec.cpu_attention or most <= few else (few, most)
 
 
 def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) -> AnyArray:

@@ -12,10 +12,17 @@ import numpy as np
 
 from jaxrl_async.data.images import NO_IMAGE, ImageStore
 from jaxrl_async.model.cache import NewKV
+from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.device.arguments import InsertArgs, PrefillArgs, Prefix, SlotParams
+from jaxrl_async.sampler.device.arguments import (
+    Cells,
+    InsertArgs,
+    PrefillArgs,
+    Prefix,
+    SlotParams,
+)
 from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Controls
@@ -24,13 +31,6 @@ from jaxrl_async.types import IntArray
 
 MANY_LOGITS = 2**21
 """Logits that are not worth moving to save a program."""
-
-
-class Cells(NamedTuple):
-    """Where in the pages the tokens of a chunk go."""
-
-    pages: IntArray  # [groups, n] int32; a page beyond the last: it is padding, or not kept
-    offsets: IntArray  # [n] int32, index in the page
 
 
 class Sizes(NamedTuple):
@@ -58,6 +58,11 @@ class Chunk:
     def num_tokens(self) -> int:
         """Tokens to compute, without padding."""
         return sum(count for _, count in self.parts)
+
+    @property
+    def unwritten(self) -> Cells:
+        """Where the tokens go that the prefill has not written there itself: all or none."""
+        return self.cells if self.args.cells is None else _no_cells(self.cells)
 
     def advance(self) -> list[tuple[int, Prefilling]]:
         """Note that the chunk is prefilled; return the requests that are now done, each with its
@@ -98,18 +103,42 @@ def chunks_of(
 ) -> Iterator[Chunk]:
     """Yield the chunks of a round (plan_parts, of the same budget), each made when it is asked for:
     by then those before it have given pages back."""
-    if spec.cpu_attention and images is None:
-        most = min(shapes.TOGETHER, spec.total_slots)
-        for run in shapes.divided([count for _, count in planned], most, budget):
-            parts = planned[run]
-            size = shapes.coarse_bucket(sum(count for _, count in parts), budget)
-            yield make_chunk(parts, Sizes(most, 1, size, spec.num_pages(spec.max_length)), spec)
+    if images is None and (few := prefill_sizes(spec, budget)):
+        for parts, sizes in _divided(planned, few, spec):
+            yield make_chunk(parts, sizes, spec)
         return
     for length, parts in _by_bucket(planned):
         rows = shapes.rows_bucket(len(parts))
         size = shapes.tokens_bucket(sum(count for _, count in parts), rows * length)
         width = shapes.steps_of_half(spec.num_pages(max(p.prefilled for p, _ in parts)))
         yield make_chunk(parts, Sizes(rows, length, size, width), spec, images)
+
+
+def _divided(
+    planned: Sequence[Part], sizes: Sequence[Sizes], spec: EngineSpec
+) -> Iterator[tuple[Sequence[Part], Sizes]]:
+    """Divide what is prefilled in a round among programs of these sizes (prefill_sizes)."""
+    of_tokens, rows = {s.tokens: s for s in sizes}, sizes[0].rows
+    counts, most = [count for _, count in planned], sizes[-1].tokens
+    if not spec.cpu_attention:
+        for run, tokens in shapes.filled(counts, rows, list(of_tokens)):
+            yield [(planned[i][0], count) for i, count in run], of_tokens[tokens]
+        return
+    for neighbours in shapes.divided(counts, rows, most):
+        tokens = shapes.coarse_bucket(sum(counts[neighbours]), most)
+        yield planned[neighbours], of_tokens[tokens]
+
+
+def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
+    """Return the few sizes for which prefills of prompts without images are compiled, ascending in
+    tokens; none: each prompt's padding makes one. budget: as of plan_parts."""
+    if not (spec.cpu_attention or spec.prefills_in_pages):
+        return []
+    rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
+    if spec.cpu_attention:
+        return [Sizes(rows, 1, tokens, width) for tokens in shapes.coarse_buckets(budget)]
+    rows = min(rows, sequences_in_a_call(width))
+    return [Sizes(rows, 1, tokens, width) for tokens in shapes.filled_buckets(budget)]
 
 
 def _by_bucket(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
@@ -167,6 +196,7 @@ def make_chunk(
         None if spec.room is None else places,
         embedded,
         state_slots(parts, rows, spec) if spec.model.delta else None,
+        cells if images is None and spec.prefills_in_pages else None,
     )
     return Chunk(parts=parts, args=args, cells=cells)
 
@@ -201,8 +231,7 @@ def insert_args(
         for a, b in zip(*(_last_pages(x, spec) for x in (leader, p)), strict=True)
     ]
     size = max(size, next(s for s in inserted_sizes(spec) if s >= len(pairs)))
-    if copies:
-        num_copies = copies_of(size, spec)
+    num_copies = max(num_copies, next(n for n in copied_sizes(size, spec) if n >= len(copies)))
     return InsertArgs(
         pages=cells.pages,
         offsets=cells.offsets,
@@ -215,6 +244,10 @@ def insert_args(
     )
 
 
+def _no_cells(cells: Cells) -> Cells:
+    return Cells(cells.pages[:, :0], cells.offsets[:0])
+
+
 def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
     """Return for how many slots an insert is compiled, ascending. Where programs are to be few:
     for all, and for a few if it is much to move as many logits for those."""
@@ -222,16 +255,17 @@ def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
     sizes = [1]
     while sizes[-1] < largest:
         sizes.append(4 * sizes[-1])
-    if not spec.cpu_attention:
+    if not (spec.cpu_attention or spec.prefills_in_pages):
         return tuple(sizes)
     small = spec.total_slots * spec.model.vocab <= MANY_LOGITS
     return (largest,) if small else tuple(s for s in sizes if s in (4, largest))
 
 
-def copies_of(size: int, spec: EngineSpec) -> int:
-    """Return for how many copies of pages an insert into so many slots is compiled: for as many as
-    there can be, not one more shape."""
-    return size * len(spec.kv_layout.groups)
+def copied_sizes(size: int, spec: EngineSpec) -> tuple[int, ...]:
+    """Return for how many copies of pages an insert into so many slots is compiled, ascending: for
+    as many as there can be, and for none where that saves more than a program costs."""
+    most = size * len(spec.kv_layout.groups)
+    return (most,) if spec.prefills_in_pages else (0, most)
 
 
 def _last_pages(prefilling: Prefilling, spec: EngineSpec) -> IntArray:
@@ -248,7 +282,7 @@ def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int,
     """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
     prefix, and where it goes. The last token is left out: its logits must be computed."""
     n = saved_tokens(prefilling, kv)
-    bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
+    bucket = shapes.coarse_bucket if spec.in_pages else shapes.tokens_bucket
     size = bucket(max(n, 1), 1 << 30)
     where = np.arange(n)
     pages = np.full((len(prefilling.table), size), spec.pages, np.int32)

@@ -4,7 +4,7 @@ A long prompt is prefilled in chunks, one per round, and the running slots decod
 two rounds; short prompts are packed into one program by their lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,13 @@ SMALLEST_BUCKET = 16
 
 FEW_TOKENS = 256
 """Least number of packed tokens that coarse_bucket gives."""
+FILLED_TOKENS = 128
+"""Least number of packed tokens of filled_buckets."""
 TOGETHER = 64
-"""Most sequences of a prefill where padding costs little."""
+"""Most sequences of a prefill where their number is no shape of its own."""
+
+FilledRun = tuple[list[tuple[int, int]], int]
+"""Sequences with some tokens of theirs, and the size of a program for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,39 @@ def coarse_bucket(tokens: int, most: int) -> int:
     while bucket < tokens:
         bucket *= 8
     return most if tokens <= most < bucket else bucket
+
+
+def filled_buckets(most: int) -> list[int]:
+    """Return for how many packed tokens programs are compiled where padding costs as much as
+    tokens do, ascending: 128, 512, 2048, ..., below `most`, and that."""
+    found = [FILLED_TOKENS]
+    while found[-1] < most:
+        found.append(4 * found[-1])
+    return [*found[:-1], most]
+
+
+def filled(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator[FilledRun]:
+    """Divide sequences among programs of few sizes, so that each is more than half full but for the
+    smallest: a sequence goes on in the next program. Yield which have how many tokens in each, and
+    its size.
+
+    Args:
+        counts: new tokens of each sequence, at least 1.
+        rows: most sequences of a program.
+        buckets: its possible sizes, ascending.
+    """
+    left, first = list(counts), 0
+    while first < len(left):
+        there = sum(left[first : first + rows])
+        room = size = max((b for b in buckets if 2 * there > b), default=buckets[0])
+        run: list[tuple[int, int]] = []
+        while first < len(left) and room and len(run) < rows:
+            taken = min(left[first], room)
+            run.append((first, taken))
+            left[first] -= taken
+            room -= taken
+            first += not left[first]
+        yield run, size
 
 
 def divided(counts: Sequence[int], rows: int, most: int) -> list[slice]:

@@ -23,6 +23,13 @@ class EngineWeights(NamedTuple):
     stack: Sequence[Params] = ()  # all adapters, one tree a layer, see model/adapter_stack.py
 
 
+class Cells(NamedTuple):
+    """Where in the pages the tokens of a chunk go."""
+
+    pages: AnyArray  # [L, n] int32; P: not kept, or padding
+    offsets: AnyArray  # [n] int32, index in that page
+
+
 class PrefillArgs(NamedTuple):
     """New tokens of B sequences, packed."""
 
@@ -37,12 +44,13 @@ class PrefillArgs(NamedTuple):
     # where the image of each token begins [n], and its embedding [n, D], as in decoder.TokenRows
     images: tuple[AnyArray, AnyArray] | None = None  # None: the chunk has none
     slots: AnyArray | None = None  # [B] int32, where each one's states are; None: there are none
+    cells: Cells | None = None  # where prefill_in_pages writes the tokens; None: insert does
 
 
 class Prefix(NamedTuple):
     """A prefilled chunk, ready to be inserted; opaque to callers."""
 
-    kv: NewKV  # layers of [n, N, K]
+    kv: NewKV | None  # layers of [n, N, K]; None: it is in the pages already
     logits: AnyArray  # [B, V] float32, after each sequence's last token
     routes: AnyArray | None = None  # [n, layers, k] experts of each token, with keeps_routes
     states: tuple[DeltaState, ...] = ()  # [B] after their new tokens, of gated delta nets

@@ -8,7 +8,6 @@ sampler/device/arguments.py.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,12 +17,11 @@ from jax import Array
 from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.adapter_stack import layers_with_stack
-from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.model.kernels import Scoring, ragged_paged, sequences_in_a_call
+from jaxrl_async.model.kernels import Scoring, sequences_in_a_call
 from jaxrl_async.model.moe import experts_on, id_dtype
 from jaxrl_async.sampler.device.arguments import (
     Block,
@@ -33,7 +31,12 @@ from jaxrl_async.sampler.device.arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.insertion import choose_experts, of_tokens, stacked_routes
+from jaxrl_async.sampler.device.passes import (
+    choose_experts,
+    of_tokens,
+    ragged_kernel,
+    stacked_routes,
+)
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
 
 
@@ -339,7 +342,7 @@ def _attend_pages(
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
     written = jnp.where(running[:, None], written, pages[0].shape[0])
     seen = jnp.where(running, positions, 0)  # of a row that has ended, some token
-    kernel = partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+    kernel = ragged_kernel(spec)
     kinds, places = spec.model.kinds, spec.kv_layout.places
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]

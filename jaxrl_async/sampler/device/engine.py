@@ -2,12 +2,13 @@
 
     prepare   parameters                                                  -> EngineWeights
     prefill   new tokens of some sequences, behind what their pages hold  -> Prefix
+              (in pages: and writes their KV there                        -> Prefix, DecodeState)
     insert    a Prefix into pages and slots                               -> DecodeState
     generate  up to `block` decode steps of up to `slots` rows            -> DecodeState, Block
 
-The programs are pure functions of an EngineSpec (insertion.py, decode.py). What a slot holds (its
-length, its pages, whether it runs) is known to the host alone (sampler/batch/slots.py) and comes
-with each call: a few bytes per slot.
+The programs are pure functions of an EngineSpec (prefilling.py, insertion.py, decode.py). What a
+slot holds (its length, its pages, whether it runs) is known to the host alone
+(sampler/batch/slots.py) and comes with each call: a few bytes per slot.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from jaxrl_async.model import cache
 from jaxrl_async.model.adapter_stack import empty_adapter, stack_table
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec, Params, is_stack
-from jaxrl_async.sampler.device import decode, insertion
+from jaxrl_async.sampler.device import decode, insertion, prefilling
 from jaxrl_async.sampler.device.arguments import (
     Block,
     DecodeArgs,
@@ -54,6 +55,7 @@ class Programs(NamedTuple):
     load_place: Program
     probe: Program
     prefill: Program
+    prefill_in_pages: Program
     insert: Program
     generate: Program
     empty: Program
@@ -84,7 +86,12 @@ def programs_of(spec: EngineSpec) -> Programs:
             partial(insertion.load_place, spec), donate_argnums=(0,), out_shardings=places
         ),
         probe=jit(partial(insertion.probe, spec)),
-        prefill=jit(partial(insertion.prefill, spec), out_shardings=results.prefill),
+        prefill=jit(partial(prefilling.prefill, spec), out_shardings=results.prefill),
+        prefill_in_pages=jit(
+            partial(prefilling.prefill_in_pages, spec),
+            donate_argnums=(1,),
+            out_shardings=results.prefill_in_pages,
+        ),
         insert=jit(
             partial(insertion.insert, spec), donate_argnums=(1,), out_shardings=results.insert
         ),
@@ -118,6 +125,7 @@ class _Results(NamedTuple):
     """The shardings of what the programs return; None: the compiler chooses them."""
 
     prefill: Shardings = None
+    prefill_in_pages: Shardings = None
     insert: Shardings = None
     generate: Shardings = None
 
@@ -125,13 +133,18 @@ class _Results(NamedTuple):
 def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     """Return how results are divided: the decode state stays as it is, and on a mesh of several
     processes each of them has the whole of what the host reads."""
+    pages = None if state is None else state.kv
     if spec.mesh is None or not spans_processes(spec.mesh):
-        return _Results(insert=state, generate=(state, None))
+        return _Results(prefill_in_pages=(None, pages), insert=state, generate=(state, None))
     whole = NamedSharding(spec.mesh, PartitionSpec())
     chosen: Any = None
     routes = whole if spec.keeps_routes else chosen
+    prefix = Prefix(chosen, chosen, routes, chosen)
     return _Results(
-        prefill=Prefix(chosen, chosen, routes, chosen), insert=state, generate=(state, whole)
+        prefill=prefix,
+        prefill_in_pages=(prefix, pages),
+        insert=state,
+        generate=(state, whole),
     )
 
 
@@ -235,6 +248,17 @@ class Engine:
         prefix: Prefix = self.programs.prefill(weights, before[0], chunk, before[1])
         return prefix
 
+    def prefill_in_pages(
+        self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs
+    ) -> tuple[Prefix, DecodeState]:
+        """Compute new tokens of B sequences as `prefill`, and write their KV to `chunk.cells`.
+
+        Donates the state's pages. Where EngineSpec.prefills_in_pages. One compilation per (n, B,
+        C), of which few are used (prefill.prefill_sizes).
+        """
+        prefix, kv = self.programs.prefill_in_pages(weights, state.kv, chunk)
+        return prefix, state._replace(kv=kv)
+
     def insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
         """Write a chunk's KV into pages, copy pages for slots that share a prefix, ready the
         slots."""
@@ -267,13 +291,19 @@ class Engine:
     def compile_prefill(
         self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs
     ) -> Prefix:
-        """Compile what prefill() would call, for shapes alone; return those of its result."""
-        lowered = self.programs.prefill.lower(weights, state.kv, chunk, state.states)
+        """Compile what prefill() or prefill_in_pages() would call, for shapes alone; return those
+        of its prefix."""
+        lowered = self._lower_prefill(weights, state, chunk)
         compiled, result = lowered.compile(), lowered.out_info
         if self.spec.mesh is not None:
             result = shapes_on(result, compiled.output_shardings)
-        prefix: Prefix = result
+        prefix: Prefix = result if chunk.cells is None else result[0]
         return prefix
+
+    def _lower_prefill(self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs) -> Any:
+        if chunk.cells is None:
+            return self.programs.prefill.lower(weights, state.kv, chunk, state.states)
+        return self.programs.prefill_in_pages.lower(weights, state.kv, chunk)
 
     def compile_insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> None:
         """Compile what insert() would call, for shapes alone."""
@@ -306,7 +336,7 @@ class Engine:
         weights, state = shapes_on(prepare.out_info, shardings), self.state_shapes()
         return {
             "prepare": prepare,
-            "prefill": self.programs.prefill.lower(weights, state.kv, chunk, state.states),
+            "prefill": self._lower_prefill(weights, state, chunk),
             "decode": self.programs.generate.lower(
                 weights, state, args, context_pages=context_pages, mix=mix
             ),

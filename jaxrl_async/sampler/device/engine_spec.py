@@ -73,6 +73,13 @@ class EngineSpec:
         """Whether decoding reads the pages themselves, not copies of them."""
         return self.ragged or self.cpu_attention
 
+    @property
+    def prefills_in_pages(self) -> bool:
+        """Whether prompts without images are prefilled on the pages, too: where these hold all
+        tokens that a prompt's later ones see, so not where windows hide some before it ends, and
+        no states are carried along."""
+        return self.ragged and not any(self.windows) and not self.model.delta
+
     def num_pages(self, tokens: int) -> int:
         """Return how many pages hold this many tokens."""
         return -(-tokens // self.page_tokens)

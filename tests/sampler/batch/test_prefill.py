@@ -1,5 +1,7 @@
 """The arrays of a prefill: which tokens, from which requests, into which cells."""
 
+from dataclasses import replace
+
 import numpy as np
 from tiny import SPEC
 
@@ -49,6 +51,25 @@ def test_a_chunk_has_the_next_tokens_of_each_request_and_their_cells():
     assert unpacked.reshape(-1)[chunk.args.cell_indices[:9]].tolist() == tokens.tolist()
     assert chunk.args.tables.tolist()[:2] == [[[7]], [[3]]]
     assert chunk.advance() == [(0, first)] and second.prefilled == 3
+
+
+def test_on_a_tpus_pages_a_prompt_goes_on_in_the_next_program():
+    """Each is told where its tokens are written, and nothing is left for the insert to write."""
+    engine = replace(ENGINE, ragged=True)
+    first, second = prefilling(1, 4, [7]), prefilling(2, 32, [*range(8)], prefilled=4)
+    chunks = []
+    for chunk in chunks_of([(first, 4), (second, 16)], 8, engine):
+        chunks.append(chunk)
+        chunk.advance()
+    assert [len(c.args.token_ids) for c in chunks] == [8, 8, 8]
+    assert [[count for _, count in c.parts] for c in chunks] == [[4, 4], [8], [4]]
+    assert chunks[0].args.cells.pages[0].tolist() == [7] * 4 + [1] * 4
+    assert chunks[1].args.starts[0] == 8 and chunks[1].args.cells.pages[0].tolist() == [
+        *([2] * 4), *([3] * 4)
+    ]  # fmt: skip
+    assert chunks[2].args.cells.pages[0].tolist() == [4] * 4 + [20] * 4
+    assert chunks[2].args.tables.shape == (4, 1, 8), "rows and pages are of one number"
+    assert all(c.unwritten.pages.shape == (1, 0) and c.unwritten.offsets.size == 0 for c in chunks)
 
 
 def test_followers_take_their_leaders_logits_and_a_copy_of_its_last_page():

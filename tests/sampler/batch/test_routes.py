@@ -50,8 +50,8 @@ def marked(version: int) -> Params:
 
 
 PARAMS = init_params(SPEC, jax.random.key(0))
-
-
+ON_PAGES = {"attention": "ragged", "kv_memory_mib": 16 * TIGHT}
+"""A TPU's, whose heads are padded to 128."""
 TELLING = SamplerSettings(keep_routing=True)
 
 
@@ -62,9 +62,9 @@ def sampler_of(
     return Sampler((SPEC, params), section=section, weights=weights, settings=TELLING)
 
 
-@pytest.fixture(scope="module")
-def sampler() -> Iterator[Sampler]:
-    one = sampler_of()
+@pytest.fixture(scope="module", params=[{}, pytest.param(ON_PAGES, marks=pytest.mark.exhaustive)])
+def sampler(request) -> Iterator[Sampler]:
+    one = sampler_of(**request.param)
     yield one
     one.close()
 

@@ -24,3 +24,33 @@ def test_small_programs_are_taken_where_they_halve_the_padding():
     assert sizes(*[150] * 13) == [2048]
     assert sizes(300, 300, 20) == [2048], "each of the long ones would have 2,048 alone"
     assert sizes() == []
+
+
+@given(
+    st.lists(st.integers(1, 900), max_size=90),
+    st.sampled_from([1, 4, 64]),
+    st.sampled_from([7, 128, 300, 2048, 5000]),
+)
+def test_programs_where_padding_costs_are_more_than_half_full(counts, rows, most):
+    buckets = shapes.filled_buckets(most)
+    done = [0] * len(counts)
+    for run, size in shapes.filled(counts, rows, buckets):
+        assert size in buckets and 0 < len(run) <= rows
+        tokens = sum(count for _, count in run)
+        assert tokens <= size and (2 * tokens > size or size == buckets[0])
+        for place, (index, count) in enumerate(run):
+            assert count > 0 and sum(done[index + 1 :]) == 0, "in their order"
+            done[index] += count
+            assert done[index] == counts[index] or place == len(run) - 1
+    assert done == counts
+
+
+def test_a_long_prompt_fills_programs_of_few_sizes():
+    def sizes(*counts):
+        return [size for _, size in shapes.filled(counts, 64, shapes.filled_buckets(2048))]
+
+    assert shapes.filled_buckets(2048) == [128, 512, 2048]
+    assert shapes.filled_buckets(300) == [128, 300] and shapes.filled_buckets(100) == [100]
+    assert sizes(600) == [512, 128] and sizes(200, 57) == [512] and sizes(256) == [128, 128]
+    assert sizes(1025) == sizes(*[32] * 40) == [2048]
+    assert sizes(*[2] * 70) == [128, 128], "of 64 prompts at most"

@@ -1,0 +1,44 @@
+"""What prefills and decode steps have in common. Pure."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.model.attention import ragged_paged_reference
+from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.moe import Choose, id_dtype, noting, route
+from jaxrl_async.model.spec import ROWS_USED
+from jaxrl_async.sampler.device.arguments import EngineWeights
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+
+
+def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
+    """Return what attends to the pages themselves where EngineSpec.ragged: kernels.ragged_paged."""
+    return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+
+
+def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
+    """Return weights for tokens of which these count [n] bool: the CPU's own products skip the
+    others."""
+    if not spec.cpu_products:
+        return weights
+    layers = [{**layer, ROWS_USED: used} for layer in weights.layers]
+    return weights._replace(params={**weights.params, ROWS_USED: used}, layers=layers)
+
+
+def choose_experts(spec: EngineSpec, chosen: list[Array]) -> Choose:
+    """Return how a pass chooses experts; with keeps_routes it adds their ids to `chosen`."""
+    return noting(chosen) if spec.keeps_routes else route
+
+
+def stacked_routes(spec: EngineSpec, chosen: list[Array]) -> Array | None:
+    """Stack layers of [n, k] to [n, layers, k] in the smallest integers, 0 for layers without
+    experts; None without keeps_routes."""
+    if not spec.keeps_routes:
+        return None
+    ids = dict(zip(spec.model.routed_layers, chosen, strict=True))
+    none = jnp.zeros_like(chosen[0])
+    whole = [ids.get(layer, none) for layer in range(spec.model.layers)]
+    return jnp.stack(whole, axis=1).astype(id_dtype(spec.model.experts))

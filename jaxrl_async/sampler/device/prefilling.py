@@ -1,0 +1,243 @@
+"""The programs that compute prompts: prefill, and prefill in pages. Pure.
+
+Shapes: see sampler/device/arguments.py.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_async.mesh import SAMPLER_RULES
+from jaxrl_async.model import cache, decoder
+from jaxrl_async.model.adapter_stack import layers_with_stack
+from jaxrl_async.model.attention import same_image
+from jaxrl_async.model.cache import NewKV, PagedKV
+from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
+from jaxrl_async.model.delta import DeltaInputs
+from jaxrl_async.model.delta_layer import DeltaState, go_on
+from jaxrl_async.model.moe import experts_on
+from jaxrl_async.sampler.device.arguments import EngineWeights, PrefillArgs, Prefix
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.passes import (
+    choose_experts,
+    of_tokens,
+    ragged_kernel,
+    stacked_routes,
+)
+
+
+def prefill(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV | None,
+    chunk: PrefillArgs,
+    states: tuple[DeltaState, ...] = (),
+) -> Prefix:
+    """Compute KV and next logits of new tokens, which see the pages of `chunk.tables`.
+
+    kv: None where the tables name no page. states: of all slots, see DecodeState.
+    """
+    sinks = decoder.sinks_in(spec.model, weights.layers)
+    if spec.cpu_attention and chunk.images is None:
+        assert kv is not None
+        attend_one = _attend_new(spec, kv, chunk, sinks)
+    else:
+        attend_one = _attend_padded(spec, kv, chunk, sinks)
+    nothing = jnp.zeros((chunk.token_ids.shape[0], 0, spec.model.head_dim), spec.dtype)
+    keys, values = [nothing] * spec.model.layers, [nothing] * spec.model.layers
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        keys[i], values[i] = k, v
+        return attend_one(i, q, k, v)
+
+    read, left = _read_padded(states, chunk)
+    logits, routes = _computed(spec, weights, chunk, attend, read)
+    return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left))
+
+
+def prefill_in_pages(
+    spec: EngineSpec, weights: EngineWeights, kv: PagedKV, chunk: PrefillArgs
+) -> tuple[Prefix, PagedKV]:
+    """Write the KV of new tokens to `chunk.cells`, and compute their next logits on the pages, of
+    `chunk.tables`: by the kernel that decodes, so that no length is a shape of its own."""
+    pages = list(kv.k)
+    sinks = decoder.sinks_in(spec.model, weights.layers)
+    attend = _attend_written(spec, pages, chunk, sinks)
+    logits, routes = _computed(spec, weights, chunk, attend)
+    return Prefix(None, logits, routes), kv._replace(k=tuple(pages))
+
+
+def _computed(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    chunk: PrefillArgs,
+    attend: decoder.Attend,
+    read: decoder.ReadStates | None = None,
+) -> tuple[Array, Array | None]:
+    """Run the new tokens through the decoder; return the next logits of each sequence [B, V], and
+    the tokens' experts with keeps_routes."""
+    lengths, chosen = _without_padding(chunk), list[Array]()
+    counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
+    layers = of_tokens(spec, weights, counted).layers
+    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
+    x = decoder.flat_forward(
+        spec.model,
+        weights.params,
+        layers_with_stack(spec.room, layers, weights.stack, chunk.places),
+        chunk.token_ids,
+        chunk.positions,
+        attend,
+        dtype=spec.dtype,
+        mixed=spec.mixed,
+        eight_bits=spec.eight_bits,
+        experts=experts_on(spec.mesh, SAMPLER_RULES),
+        choose=choose_experts(spec, chosen),
+        images=chunk.images,
+        read=read,
+        last=None if spec.keeps_routes else (last, lengths > 0),  # routes are of all tokens
+    )
+    x = x[last] if spec.keeps_routes else x
+    params = of_tokens(spec, weights, lengths > 0).params
+    logits = decoder.next_logits(spec.model, params, x, mixed=spec.mixed)
+    return logits, stacked_routes(spec, chosen)
+
+
+def _read_padded(
+    states: tuple[DeltaState, ...], chunk: PrefillArgs
+) -> tuple[decoder.ReadStates, list[DeltaState]]:
+    """Return what reads the states of gated delta nets, and the list to which it adds those that
+    the chunk's sequences leave: of one that begins, the state before is empty."""
+    B, T = chunk.token_indices.shape
+    lengths, left = _without_padding(chunk), list[DeltaState]()
+
+    def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
+        assert chunk.slots is not None
+        slots = jnp.asarray(chunk.slots)
+
+        def before(x: Array) -> Array:
+            own = x[jnp.minimum(slots, x.shape[0] - 1)]
+            begins = (jnp.asarray(chunk.starts) == 0).reshape(-1, *[1] * (own.ndim - 1))
+            return jnp.where(begins, 0, own)
+
+        state = jax.tree.map(before, states[len(left)])
+        tokens = DeltaInputs(*(x[chunk.token_indices] for x in inputs))
+        out, after = go_on(state, tokens, kernels, lengths)
+        left.append(after)
+        return out.reshape(B * T, *out.shape[2:])[chunk.cell_indices]
+
+    return read, left
+
+
+def _without_padding(chunk: PrefillArgs) -> Array:
+    """Return the new tokens of each sequence [B], 0 for padding: that begins where the first
+    sequence does."""
+    begins = jnp.asarray(chunk.token_indices)[:, 0]
+    is_padding = (begins == 0) & (jnp.arange(begins.shape[0]) > 0)
+    return jnp.where(is_padding, 0, chunk.lengths)
+
+
+def _attend_padded(
+    spec: EngineSpec, kv: PagedKV | None, chunk: PrefillArgs, sinks: list[Array | None]
+) -> decoder.Attend:
+    """Return attention over sequences padded to the same length, and copies of their pages."""
+    B, T = chunk.token_indices.shape
+    before, kinds = None, spec.model.kinds
+    tables, starts = jnp.asarray(chunk.tables), jnp.asarray(chunk.starts)
+    if tables.shape[2]:
+        assert kv is not None
+        near = [
+            cache.recent_pages(tables[:, g], starts, window, spec.page_tokens)[0]
+            for g, window in enumerate(spec.windows)
+        ]
+        before = cache.gather(kv, spec.kv_layout, near, spec.model.head_dim)
+    sights = {window: _sight(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        attended = cache.attend_chunk(
+            q[chunk.token_indices],
+            k[chunk.token_indices],
+            v[chunk.token_indices],
+            sights[kinds[i].window][0],
+            None if before is None else (before.k[i], before.v[i]),
+            sights[kinds[i].window][1],
+            spec.model.scales.attention_cap,
+            sinks[i],
+        )
+        return attended.reshape(B * T, *attended.shape[2:])[chunk.cell_indices]
+
+    return attend
+
+
+def _attend_written(
+    spec: EngineSpec, pages: list[Array], chunk: PrefillArgs, sinks: list[Array | None]
+) -> decoder.Attend:
+    """Return attention that writes a layer's new tokens to its pages and reads them there, behind
+    those of the tokens before."""
+    assert chunk.cells is not None
+    lengths, (written, offsets) = _without_padding(chunk), chunk.cells
+    tables = jnp.minimum(jnp.asarray(chunk.tables), spec.pages - 1)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    begins_and_end = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    count = jnp.sum(lengths > 0, dtype=jnp.int32)[None]
+    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        g, a = places[i]
+        new = cache.interleaved(k, v, pages[a])
+        pages[a] = pages[a].at[written[g], offsets].set(new, mode="drop")
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        return kernel(
+            q,
+            pages[a],
+            chunk.starts + lengths,
+            tables[:, g],
+            begins_and_end,
+            count,
+            scoring,
+            sinks[i],
+        )
+
+    return attend
+
+
+def _attend_new(
+    spec: EngineSpec, kv: PagedKV, chunk: PrefillArgs, sinks: list[Array | None]
+) -> decoder.Attend:
+    """Return attention by the CPU's own kernel: no padding, and the pages as they are."""
+    begins = jnp.asarray(chunk.token_indices)[:, 0]
+    lengths, tables = _without_padding(chunk), jnp.asarray(chunk.tables)
+    tokens = [
+        NewTokens(begins, chunk.starts, lengths, tables[:, g]) for g in range(tables.shape[1])
+    ]
+    places = spec.kv_layout.places
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        g, a = places[i]
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        return attend_new_tokens(q, (k, v), (kv.k[a], kv.v[a]), tokens[g], scoring, sinks[i])
+
+    return attend
+
+
+def _sight(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Array | None]:
+    """Return which new tokens [B, T, T], and which of the columns copied from pages before them
+    [B, 1 or T, C], each query sees in a layer of this window; None: there are no such columns."""
+    within = jnp.arange(chunk.token_indices.shape[1])
+    visible = (within[:, None] >= within)[None]
+    if chunk.images is not None:  # what is behind a token of its image is in the chunk
+        begins = chunk.images[0][chunk.token_indices]
+        visible = visible | same_image(begins, begins)
+    visible = visible & (within < chunk.lengths[:, None, None])
+    visible = visible & (within > within[:, None] - window if window else True)
+    if not chunk.tables.shape[2]:
+        return visible, None
+    starts = jnp.asarray(chunk.starts)[:, None]
+    table, G = jnp.asarray(chunk.tables)[:, 0], spec.page_tokens
+    near, first = cache.recent_pages(table, starts[:, 0], window, G)
+    places = first[:, None] + jnp.arange(near.shape[1] * G)
+    seen = (places < starts)[:, None]
+    if window:
+        seen = seen & (places[:, None] > (starts + within)[..., None] - window)
+    return visible, seen
