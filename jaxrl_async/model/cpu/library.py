@@ -46,7 +46,7 @@ class Kernels:
 
 
 SAMPLING = Kernels(
-    files=("kernels.cc", "attention.h", "product.h", "tasks.h"),
+    files=("kernels.cc", "attention.h", "product.h", "tiles.h", "tasks.h"),
     names=("product", "rotate", "attend", "attend_new"),
 )
 TRAINING = Kernels(

@@ -7,7 +7,8 @@
 //
 // Rows stay float32, and weights are widened for as many rows as there are; or (`rounded`) rows are
 // rounded to the weights' type, and where the processor has them dot products of pairs
-// (AVX512_BF16) or of four (AVX512_VNNI) take both. Elsewhere the same numbers are widened.
+// (AVX512_BF16) or of four (AVX512_VNNI) take both, or tiles (AMX, tiles.h). Elsewhere the same
+// numbers are widened.
 
 #pragma once
 
@@ -21,6 +22,7 @@
 #endif
 
 #include "tasks.h"
+#include "tiles.h"
 
 namespace {
 
@@ -190,7 +192,7 @@ void widen(const float* words, int64_t count, float* to) {
 
 // ---- the product
 
-enum class How { kSingle, kPairs, kFours, kWidePairs, kWideFours };
+enum class How { kSingle, kPairs, kFours, kTilePairs, kTileFours, kWidePairs, kWideFours };
 
 // What a product reads of its rows: numbers or words [n, stride], scales [n], and what the 128 of
 // weights in 8 bits adds to sums [n].
@@ -223,6 +225,8 @@ void panel_product(const Rows& rows, const Weights& w, const float* panels, floa
     case How::kSingle: return whole(Single{});
     case How::kPairs: return whole(Pairs{});
     case How::kFours: return whole(Fours{});
+    case How::kTilePairs: return tiled_panels<false, P>(rows.x, rows.n, panels, w.words, y, stride);
+    case How::kTileFours: return tiled_panels<true, P>(rows.x, rows.n, panels, w.words, y, stride);
     case How::kWidePairs: return whole(WidePairs{});
     case How::kWideFours: break;
   }
@@ -244,7 +248,7 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
   for (int64_t r = 0; r < rows.n; ++r) {
     float* to = y + r * stride;
     const float scale = rows.scales ? rows.scales[r] : 1.0f;
-    if (w.how == How::kFours)
+    if (w.how == How::kFours || w.how == How::kTileFours)
       for (int64_t e = 0; e < count; ++e)
         to[e] = static_cast<float>(static_cast<int32_t>(bits_of(to[e])) - rows.excess[r]);
     for (int64_t e = 0; e < count; ++e) to[e] *= scale * w.scales[first + e];
@@ -254,8 +258,10 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
 // Multiply all rows with all panels: y [n, E].
 void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
                    int64_t E) {
-  const int64_t panels = (E + kPanel - 1) / kPanel, together = rows.n <= 2 ? 4 : 1;
-  const double work = static_cast<double>(rows.n) * w.words * E;
+  const int64_t panels = (E + kPanel - 1) / kPanel;
+  const bool tiled = w.how == How::kTilePairs || w.how == How::kTileFours;
+  const double work = static_cast<double>(tiled ? in_tiles(rows.n) / kTile : rows.n) * w.words * E;
+  const int64_t together = rows.n <= 2 || tiled ? 4 : 1;
   each(pool, (panels + together - 1) / together, work, [&](int64_t i) {
     const int64_t first = i * together, left = E - first * kPanel;
     const float* from = w.panels + first * w.words * kPanel;
@@ -298,7 +304,13 @@ void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
     for (int64_t d = 0; d < D; ++d) to[d] = of_bits(half_of(from[d]) << 16);
     return;
   }
-  for (int64_t d = 0; d < D / 2; ++d)
+  int64_t d = 0;
+#if defined(__AVX512BF16__)
+  for (; d + kLanes <= D / 2; d += kLanes)
+    store(to + d, (Lanes)_mm512_cvtne2ps_pbh((__m512)load(from + 2 * d + kLanes),
+                                             (__m512)load(from + 2 * d)));
+#endif
+  for (; d < D / 2; ++d)
     to[d] = of_bits(half_of(from[2 * d]) | half_of(from[2 * d + 1]) << 16);
   if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
 }
@@ -349,8 +361,12 @@ constexpr int64_t kLongest = 1 << 16;  // inputs whose sum in 8 bits stays in 32
 // Return how weights of a type are multiplied.
 How how_of(ffi::DataType type, bool rounds, int64_t D) {
   if (type == ffi::DataType::F32) return How::kSingle;
-  if (type == ffi::DataType::BF16) return rounds && kHasPairs ? How::kPairs : How::kWidePairs;
-  return rounds && kHasFours && D <= kLongest ? How::kFours : How::kWideFours;
+  if (type == ffi::DataType::BF16) {
+    if (!rounds) return How::kWidePairs;
+    return has_tiles() ? How::kTilePairs : kHasPairs ? How::kPairs : How::kWidePairs;
+  }
+  if (!rounds || D > kLongest) return How::kWideFours;
+  return has_tiles() ? How::kTileFours : kHasFours ? How::kFours : How::kWideFours;
 }
 
 // Arguments: x [n, D]; packed weights, of which 8 bits have scales [E]; used [n] or [0]: rows that
@@ -386,24 +402,31 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
   }
   Rows rows{from, count, D, nullptr, nullptr};
   if (rounds && per == 2) {
-    const bool in_pairs = w.how == How::kPairs;
-    const int64_t stride = in_pairs ? w.words : 2 * w.words;
-    rounded.words.assign(count * stride, 0.0f);
+    const bool in_pairs = w.how != How::kWidePairs, tiled = w.how == How::kTilePairs;
+    const int64_t stride = tiled ? in_tiles(w.words) : in_pairs ? w.words : 2 * w.words;
+    rounded.words.assign((tiled ? in_tiles(count) : count) * stride, 0.0f);
     Rounded& out = rounded;  // of this thread
     each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
-      round_to_halves(from + r * D, D, in_pairs, out.words.data() + r * stride);
+      thread_local std::vector<float> row;
+      if (tiled) row.resize(w.words);
+      float* words = tiled ? row.data() : out.words.data() + r * stride;
+      round_to_halves(from + r * D, D, in_pairs, words);
+      if (tiled) into_tiles(words, r, w.words, out.words.data());
     });
     rows = {out.words.data(), count, stride, nullptr, nullptr};
   } else if (rounds && per == 4) {
-    const bool in_fours = w.how == How::kFours;
-    const int64_t stride = in_fours ? w.words : 4 * w.words;
-    rounded.words.assign(count * stride, 0.0f);
+    const bool in_fours = w.how != How::kWideFours, tiled = w.how == How::kTileFours;
+    const int64_t stride = tiled ? in_tiles(w.words) : in_fours ? w.words : 4 * w.words;
+    rounded.words.assign((tiled ? in_tiles(count) : count) * stride, 0.0f);
     rounded.scales.resize(count);
     rounded.excess.resize(count);
     Rounded& out = rounded;  // of this thread
     each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
-      round_to_bytes(from + r * D, D, in_fours, out.words.data() + r * stride, out.scales[r],
-                     out.excess[r]);
+      thread_local std::vector<float> row;
+      if (tiled) row.assign(w.words, 0.0f);
+      float* words = tiled ? row.data() : out.words.data() + r * stride;
+      round_to_bytes(from + r * D, D, in_fours, words, out.scales[r], out.excess[r]);
+      if (tiled) into_tiles(words, r, w.words, out.words.data());
     });
     rows = {out.words.data(), count, stride, out.scales.data(), out.excess.data()};
   } else if (D % per) {  // a word's last inputs are there, and 0
