@@ -28,6 +28,8 @@ namespace {
 
 constexpr int64_t kDepth = 1024;  // words of inputs that a panel sums before it goes to memory
 constexpr int64_t kAhead = 64;  // words of inputs that are fetched ahead
+constexpr int64_t kFewTiled = 64;  // rows that take few panels at a time
+constexpr int64_t kFewPanels = 4, kManyPanels = 16;
 constexpr int64_t kWidened = 32;  // words of inputs that are widened at a time
 
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
@@ -192,7 +194,11 @@ void widen(const float* words, int64_t count, float* to) {
 
 // ---- the product
 
-enum class How { kSingle, kPairs, kFours, kTilePairs, kTileFours, kWidePairs, kWideFours };
+enum class How {
+  kSingle, kPairs, kFours, kWidePairs, kWideFours, kTilePairs, kTileFours, kTileWide,
+};
+
+constexpr bool is_tiled(How how) { return how >= How::kTilePairs; }
 
 // What a product reads of its rows: numbers or words [n, stride], scales [n], and what the 128 of
 // weights in 8 bits adds to sums [n].
@@ -225,10 +231,8 @@ void panel_product(const Rows& rows, const Weights& w, const float* panels, floa
     case How::kSingle: return whole(Single{});
     case How::kPairs: return whole(Pairs{});
     case How::kFours: return whole(Fours{});
-    case How::kTilePairs: return tiled_panels<false, P>(rows.x, rows.n, panels, w.words, y, stride);
-    case How::kTileFours: return tiled_panels<true, P>(rows.x, rows.n, panels, w.words, y, stride);
     case How::kWidePairs: return whole(WidePairs{});
-    case How::kWideFours: break;
+    default: break;
   }
   if (rows.n <= kRows) return whole(WideFours{});
   alignas(64) float wide[P * kWidened * 4 * kPanel];  // once for all rows
@@ -259,9 +263,8 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
 void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
                    int64_t E) {
   const int64_t panels = (E + kPanel - 1) / kPanel;
-  const bool tiled = w.how == How::kTilePairs || w.how == How::kTileFours;
-  const double work = static_cast<double>(tiled ? in_tiles(rows.n) / kTile : rows.n) * w.words * E;
-  const int64_t together = rows.n <= 2 || tiled ? 4 : 1;
+  const int64_t together = rows.n <= 2 ? 4 : 1;
+  const double work = static_cast<double>(rows.n) * w.words * E;
   each(pool, (panels + together - 1) / together, work, [&](int64_t i) {
     const int64_t first = i * together, left = E - first * kPanel;
     const float* from = w.panels + first * w.words * kPanel;
@@ -282,6 +285,24 @@ void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, fl
       for (int64_t r = 0; r < rows.n && !whole; ++r)
         std::memcpy(y + r * E + e, to + r * kPanel, width * sizeof(float));
     }
+  });
+}
+
+// The same by tiles. Many rows take many panels at once, so that the rows are read less often.
+void tiled_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
+                   int64_t E) {
+  const int64_t panels = (E + kPanel - 1) / kPanel, share = panels / (2 * pool.num_threads() + 1);
+  const int64_t together =
+      rows.n <= kFewTiled ? kFewPanels : std::clamp(share, kFewPanels, kManyPanels);
+  const double work = static_cast<double>(in_tiles(rows.n)) / kTile * w.words * E;
+  each(pool, (panels + together - 1) / together, work, [&](int64_t i) {
+    const int64_t first = i * together, count = std::min(together, panels - first);
+    const int64_t e = first * kPanel, outputs = std::min(count * kPanel, E - e);
+    const Panels those{w.panels + first * w.words * kPanel, count, w.words, outputs, y + e, E};
+    if (w.how == How::kTileFours) tiled_panels<Tiles::kFours>(rows.x, rows.n, those);
+    if (w.how == How::kTilePairs) tiled_panels<Tiles::kPairs>(rows.x, rows.n, those);
+    if (w.how == How::kTileWide) tiled_panels<Tiles::kWide>(rows.x, rows.n, those);
+    finish(rows, w, e, outputs, y + e, E);
   });
 }
 
@@ -313,6 +334,34 @@ void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
   for (; d < D / 2; ++d)
     to[d] = of_bits(half_of(from[2 * d]) | half_of(from[2 * d + 1]) << 16);
   if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
+}
+
+// Divide a row [D] into three parts of bfloat16 that sum to it, in words of pairs [3, stride].
+void divide_in_parts(const float* from, int64_t D, float* to, int64_t stride) {
+  int64_t d = 0;
+#if defined(__AVX512BF16__)
+  const auto wide = [](__m256i halves) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+  };
+  for (; d + kLanes <= D / 2; d += kLanes) {
+    __m512 first = (__m512)load(from + 2 * d), second = (__m512)load(from + 2 * d + kLanes);
+    for (int part = 0; part < 3; ++part) {
+      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      store(to + part * stride + d, (Lanes)halves);
+      first -= wide(_mm512_castsi512_si256(halves));
+      second -= wide(_mm512_extracti64x4_epi64(halves, 1));
+    }
+  }
+#endif
+  for (; d < (D + 1) / 2; ++d) {
+    float first = from[2 * d], second = 2 * d + 1 < D ? from[2 * d + 1] : 0.0f;
+    for (int part = 0; part < 3; ++part) {
+      const uint32_t low = half_of(first), high = half_of(second);
+      to[part * stride + d] = of_bits(low | high << 16);
+      first -= of_bits(low << 16);
+      second -= of_bits(high << 16);
+    }
+  }
 }
 
 // Return the largest of |x| [D], or NaN if one of them is none.
@@ -362,7 +411,7 @@ constexpr int64_t kLongest = 1 << 16;  // inputs whose sum in 8 bits stays in 32
 How how_of(ffi::DataType type, bool rounds, int64_t D) {
   if (type == ffi::DataType::F32) return How::kSingle;
   if (type == ffi::DataType::BF16) {
-    if (!rounds) return How::kWidePairs;
+    if (!rounds) return has_tiles() ? How::kTileWide : How::kWidePairs;
     return has_tiles() ? How::kTilePairs : kHasPairs ? How::kPairs : How::kWidePairs;
   }
   if (!rounds || D > kLongest) return How::kWideFours;
@@ -380,11 +429,12 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
   const auto panels = weight.dimensions();
   if (per == 4 && type != ffi::DataType::U8)
     return ffi::Error::InvalidArgument("product: weights of this type are not known");
-  if (panels[1] != (D + per - 1) / per || panels[2] != kPanel * per ||
+  const int64_t words = (D + per - 1) / per;
+  if (panels[1] != words || panels[2] != kPanel * per ||
       panels[0] != (E + kPanel - 1) / kPanel ||
       static_cast<int64_t>(scales.element_count()) != (per == 4 ? E : 0))
     return ffi::Error::InvalidArgument("product: shapes do not fit");
-  Weights w{static_cast<const float*>(weight.untyped_data()), panels[1],
+  Weights w{static_cast<const float*>(weight.untyped_data()), words,
             per == 4 ? scales.typed_data() : nullptr, how_of(type, rounds, D)};
   const float* from = x.typed_data();
   float* to = y->typed_data();
@@ -401,7 +451,19 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
     from = inputs.data();
   }
   Rows rows{from, count, D, nullptr, nullptr};
-  if (rounds && per == 2) {
+  if (w.how == How::kTileWide) {
+    const int64_t part = in_tiles(count) * in_tiles(words);
+    rounded.words.assign(3 * part, 0.0f);
+    Rounded& out = rounded;  // of this thread
+    each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
+      thread_local std::vector<float> row;
+      row.resize(3 * words);
+      divide_in_parts(from + r * D, D, row.data(), words);
+      for (int p = 0; p < 3; ++p)
+        into_tiles(row.data() + p * words, r, words, out.words.data() + p * part);
+    });
+    rows = {out.words.data(), count, 0, nullptr, nullptr};
+  } else if (rounds && per == 2) {
     const bool in_pairs = w.how != How::kWidePairs, tiled = w.how == How::kTilePairs;
     const int64_t stride = tiled ? in_tiles(w.words) : in_pairs ? w.words : 2 * w.words;
     rounded.words.assign((tiled ? in_tiles(count) : count) * stride, 0.0f);
@@ -435,7 +497,8 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       std::memcpy(rounded.words.data() + r * per * w.words, from + r * D, D * sizeof(float));
     rows = {rounded.words.data(), count, per * w.words, nullptr, nullptr};
   }
-  whole_product(pool, rows, w, leads ? to : outputs.data(), E);
+  float* results = leads ? to : outputs.data();
+  (is_tiled(w.how) ? tiled_product : whole_product)(pool, rows, w, results, E);
   if (leads) {  // the used rows are the first ones
     std::fill(to + count * E, to + n * E, 0.0f);
     return ffi::Error::Success();

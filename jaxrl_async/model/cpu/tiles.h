@@ -1,10 +1,13 @@
-// Sums of products by the processor's matrix unit (AMX), in tiles of 16 rows times 16 outputs.
+// Products by the processor's matrix unit (AMX), in tiles of 16 rows times 16 outputs.
 //
 // A tile of weights is 16 words of 16 outputs of a panel as product.h has them. Rows [n, words] are
-// in tiles, too, [n / 16, words / 16, 16, 16], zeros where there is no row or word. A tile's sums do not depend on other rows, and all rows are multiplied so, one
-// alone, too: sums of words have an order of their own here.
+// in tiles, too, [n / 16, words / 16, 16, 16], zeros where there is no row or word. A row's sums do
+// not depend on other rows, and all rows are multiplied so, one alone, too: words are summed in an
+// order of their own here.
 
 #pragma once
+
+#include <vector>
 
 #include "tasks.h"
 
@@ -16,6 +19,10 @@
 #endif
 
 namespace {
+
+// What a product by tiles is made of: rows and weights in pairs of bfloat16, or in fours of 8 bits;
+// or (wide) float32 rows as three parts of bfloat16 that sum to them, and weights in bfloat16.
+enum class Tiles { kPairs, kFours, kWide };
 
 constexpr int64_t kTile = 16;
 constexpr int64_t kTilesAhead = 2;  // of weights that are fetched ahead: more fill the nearest cache
@@ -29,6 +36,14 @@ inline void into_tiles(const float* row, int64_t r, int64_t words, float* tiles)
   for (int64_t d = 0; d < words; d += kTile)
     std::memcpy(to + d * kTile, row + d, std::min(kTile, words - d) * sizeof(float));
 }
+
+// Neighbouring panels, and where the sums of theirs go.
+struct Panels {
+  const float* words;  // [count, depth, 32]
+  int64_t count, depth, outputs;  // outputs: of all, the last panel may have fewer than 32
+  float* y;                       // [n, outputs] in rows of `stride`
+  int64_t stride;
+};
 
 #if defined(HAS_TILES)
 
@@ -54,23 +69,33 @@ class TileShapes {
 };
 
 #define TILE_STEP(sum, rows, weights) \
-  if constexpr (kBytes)               \
+  if constexpr (kind == Tiles::kFours) \
     _tile_dpbsud(sum, rows, weights); \
   else                                \
     _tile_dpbf16ps(sum, rows, weights);
 
-// Write up to 16 rows of the sums [16, 32] of tiles `left` and `right`.
-#define TILE_STORE(left, right, count, to, stride)                             \
-  if ((count) >= kTile) {                                                      \
-    _tile_stored(left, to, (stride) * sizeof(float));                          \
-    _tile_stored(right, (to) + kTile, (stride) * sizeof(float));               \
-  } else {                                                                     \
-    alignas(64) float whole[kTile * kPanel];                                   \
-    _tile_stored(left, whole, kPanel * sizeof(float));                         \
-    _tile_stored(right, whole + kTile, kPanel * sizeof(float));                \
-    for (int64_t r = 0; r < (count); ++r)                                      \
-      std::memcpy((to) + r * (stride), whole + r * kPanel, kPanel * sizeof(float)); \
+// Write `count` rows of the sums [16, 32] of tiles `left` and `right`, of which `width` are outputs.
+#define TILE_STORE(left, right, count, width, to, stride)                           \
+  if ((count) >= kTile && (width) == kPanel) {                                      \
+    _tile_stored(left, to, (stride) * sizeof(float));                               \
+    _tile_stored(right, (to) + kTile, (stride) * sizeof(float));                    \
+  } else {                                                                          \
+    alignas(64) float whole[kTile * kPanel];                                        \
+    _tile_stored(left, whole, kPanel * sizeof(float));                              \
+    _tile_stored(right, whole + kTile, kPanel * sizeof(float));                     \
+    for (int64_t r = 0; r < std::min<int64_t>(kTile, count); ++r)                   \
+      std::memcpy((to) + r * (stride), whole + r * kPanel, (width) * sizeof(float)); \
   }
+
+// A panel's words beyond the last whole tile, with zeros up to one.
+struct LastWords {
+  alignas(64) float words[kTile * kPanel];
+  LastWords(const float* panel, int64_t depth) {
+    const int64_t rest = depth % kTile;
+    std::memcpy(words, panel + (depth - rest) * kPanel, rest * kPanel * sizeof(float));
+    std::memset(words + rest * kPanel, 0, (kTile - rest) * kPanel * sizeof(float));
+  }
+};
 
 inline void fetch_tiles(const float* words) {
   for (int64_t d = 0; d < kTile; ++d) {
@@ -79,61 +104,55 @@ inline void fetch_tiles(const float* words) {
   }
 }
 
-// A panel's words beyond the last whole tile, with zeros up to one.
-struct LastWords {
-  alignas(64) float words[kTile * kPanel];
-  void take(const float* panel, int64_t count) {
-    const int64_t rest = count % kTile;
-    if (!rest) return;
-    std::memcpy(words, panel + (count - rest) * kPanel, rest * kPanel * sizeof(float));
-    std::memset(words + rest * kPanel, 0, (kTile - rest) * kPanel * sizeof(float));
-  }
-};
-
-// Multiply up to 32 rows with a panel to y [rows, 32].
-template <bool kBytes>
-void tiles_of_rows(const float* x, int64_t rows, const float* panel, int64_t words,
-                   const float* last, float* y, int64_t y_stride) {
+// Multiply up to 32 rows with a panel to y [rows, width]. x: the rows' first part; x_part: words
+// from one part to the next; last: LastWords, if the depth is not of whole tiles.
+template <Tiles kind>
+void tiles_of_rows(const float* x, int64_t x_part, int64_t rows, const float* panel, int64_t depth,
+                   const float* last, float* y, int64_t width, int64_t stride) {
   constexpr int64_t kRowBytes = kTile * sizeof(float), kBetween = kPanel * sizeof(float);
-  const float* below = x + kTile * in_tiles(words);
+  const int64_t below = kTile * in_tiles(depth);
   const bool two = rows > kTile;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t d = 0; d < words; d += kTile) {
-    const bool is_last = d + kTile > words;
-    const float* from = is_last ? last : panel + d * kPanel;
+  for (int64_t d = 0; d < depth; d += kTile) {
+    const float* from = d + kTile > depth ? last : panel + d * kPanel;
     fetch_tiles(from + kTilesAhead * kTile * kPanel);
-    _tile_loadd(4, x + d * kTile, kRowBytes);
     _tile_loadd(6, from, kBetween);
     _tile_loadd(7, from + kTile, kBetween);
-    TILE_STEP(0, 4, 6);
-    TILE_STEP(1, 4, 7);
-    if (two) {
-      _tile_loadd(5, below + d * kTile, kRowBytes);
-      TILE_STEP(2, 5, 6);
-      TILE_STEP(3, 5, 7);
+    for (int part = kind == Tiles::kWide ? 2 : 0; part >= 0; --part) {
+      const float* own = x + part * x_part + d * kTile;
+      _tile_loadd(4, own, kRowBytes);
+      TILE_STEP(0, 4, 6);
+      TILE_STEP(1, 4, 7);
+      if (two) {
+        _tile_loadd(5, own + below, kRowBytes);
+        TILE_STEP(2, 5, 6);
+        TILE_STEP(3, 5, 7);
+      }
     }
   }
-  TILE_STORE(0, 1, rows, y, y_stride);
+  TILE_STORE(0, 1, rows, width, y, stride);
   if (two) {
-    TILE_STORE(2, 3, rows - kTile, y + kTile * y_stride, y_stride);
+    TILE_STORE(2, 3, rows - kTile, width, y + kTile * stride, stride);
   }
 }
 
-// Multiply all rows with P panels to y [n, P * 32]: a few rows with all panels, then the next.
-template <bool kBytes, int P>
-void tiled_panels(const float* x, int64_t n, const float* panels, int64_t words, float* y,
-                  int64_t y_stride) {
+// Multiply rows [n] with panels: a few rows with all panels, then the next.
+template <Tiles kind>
+void tiled_panels(const float* x, int64_t n, const Panels& panels) {
   const TileShapes shapes;
-  LastWords last[P];
-  for (int p = 0; p < P; ++p) last[p].take(panels + p * words * kPanel, words);
+  const int64_t depth = panels.depth, row = in_tiles(depth), each = depth * kPanel;
+  std::vector<LastWords> last;
+  for (int64_t p = 0; p < panels.count && depth % kTile; ++p)
+    last.emplace_back(panels.words + p * each, depth);
   for (int64_t r = 0; r < n; r += 2 * kTile)
-    for (int p = 0; p < P; ++p)
-      tiles_of_rows<kBytes>(x + r * in_tiles(words), std::min(2 * kTile, n - r),
-                            panels + p * words * kPanel, words, last[p].words,
-                            y + r * y_stride + p * kPanel, y_stride);
+    for (int64_t p = 0; p < panels.count; ++p)
+      tiles_of_rows<kind>(x + r * row, in_tiles(n) * row, std::min(2 * kTile, n - r),
+                          panels.words + p * each, depth, last.empty() ? nullptr : last[p].words,
+                          panels.y + r * panels.stride + p * kPanel,
+                          std::min<int64_t>(kPanel, panels.outputs - p * kPanel), panels.stride);
 }
 
 #undef TILE_STEP
@@ -143,8 +162,8 @@ void tiled_panels(const float* x, int64_t n, const float* panels, int64_t words,
 
 inline bool has_tiles() { return false; }
 
-template <bool kBytes, int P>
-void tiled_panels(const float*, int64_t, const float*, int64_t, float*, int64_t) {}
+template <Tiles kind>
+void tiled_panels(const float*, int64_t, const Panels&) {}
 
 #endif
 
