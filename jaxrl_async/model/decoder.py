@@ -30,6 +30,8 @@ from jaxrl_async.model.attention import (
     visible_until,
 )
 from jaxrl_async.model.cpu.calls import packed, packed_product
+from jaxrl_async.model.cpu.gradients import MULTIPLIED
+from jaxrl_async.model.cpu.library import multiplies_in_parts
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
@@ -121,6 +123,7 @@ class DecoderSettings:
     chunk: int = 1024  # tokens of a device whose logits exist at once
     temperature: float = 1.0  # divides the logits
     cpu_kernels: bool = False  # whether log-probs are those of the CPU's own kernels
+    in_parts: bool = False  # products by the CPU's matrix unit, see layers.product
     learns_load: bool = False  # whether the odds of an ExpertLoad carry a gradient
 
 
@@ -161,18 +164,20 @@ def settings_on(
         shares_prefixes=shares_prefixes,
         cpu_kernels=cpu_kernels,
     )
+    alone = cpu_kernels and _computes_alone(mesh, dtype)
     return DecoderSettings(
         dtype=dtype,
         attention=chosen,
         shares_prefixes=shares_prefixes,
         layout=Layout(mesh),
-        cpu_kernels=cpu_kernels and _has_own_logprobs(mesh, dtype),
+        cpu_kernels=alone,
+        in_parts=alone and multiplies_in_parts(),
         **more,
     )
 
 
-def _has_own_logprobs(mesh: Mesh, dtype: Any) -> bool:
-    """Return whether the CPU's own kernels compute log-probs on a mesh."""
+def _computes_alone(mesh: Mesh, dtype: Any) -> bool:
+    """Return whether the CPU's own kernels compute log-probs and products on a mesh."""
     if not has_cpu_kernels(mesh.devices.flat[0], dtype):
         return False
     if mesh.size > 1:
@@ -252,6 +257,7 @@ def token_states(
             n: layout.gathered(w, of_stack[n]) if n in of_stack else w for n, w in weights.items()
         }
         layer = nnx.merge(graphs[kind.stack], weights)
+        layer.in_parts = settings.in_parts
 
         def attend(*qkv: Array) -> Array:
             q, k, v = (layout.unfold(a, B) for a in qkv)
@@ -555,7 +561,7 @@ def _remat(function: Any, policy: str) -> Any:
     """Wrap a layer so that its backward pass recomputes part of it.
 
     none: nothing; layer: all of it; attention: all but splash attention; dots: all but matrix
-    products and splash attention.
+    products (XLA's, and those in parts) and splash attention.
     """
     if policy == "none":
         return function
@@ -565,6 +571,8 @@ def _remat(function: Any, policy: str) -> Any:
     saved = {
         "layer": None,
         "attention": attended,
-        "dots": policies.save_from_both_policies(dots, attended),
+        "dots": policies.save_from_both_policies(
+            dots, policies.save_only_these_names(ATTENDED, MULTIPLIED)
+        ),
     }
     return jax.checkpoint(function, policy=saved[policy], prevent_cse=False)

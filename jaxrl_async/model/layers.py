@@ -13,6 +13,7 @@ from jax import Array
 
 from jaxrl_async.model.activations import gated
 from jaxrl_async.model.cpu.calls import PANEL, packed_product, rotated
+from jaxrl_async.model.cpu.gradients import multiplied
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
@@ -126,6 +127,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return out if rest is None else jnp.concatenate([out, rest], axis=-1)
 
 
+LEAST_IN_PARTS = 256
+"""Inputs and outputs of a product from which in parts it is faster than XLA's."""
+
+
 class Layer(nnx.Module):
     """One decoder layer: attention and gated MLP with residuals, and norms before, after or both.
     What it computes depends on the spec and on its weights alone.
@@ -136,8 +141,11 @@ class Layer(nnx.Module):
     quantised matrices, see quantize.py; fused, they are packed. adapted: names of the
     matrices that have an adapter beside them, and LORA_DROP in an update with dropout, see lora.py;
     adapters are not fused. chosen: each row uses its own columns of the adapter, see
-    adapter_stack.py. masked: only the tokens of ROWS_USED need be computed.
+    adapter_stack.py. masked: only the tokens of ROWS_USED need be computed. in_parts: float32
+    products by the CPU's matrix unit, see product(); who merges the layer says so.
     """
+
+    in_parts = False
 
     def __init__(
         self,
@@ -226,7 +234,8 @@ class Layer(nnx.Module):
         if self.fused:
             return product(x, weight, mixed=self.mixed, outputs_first=True)
         if not self.scales:
-            return product(x, weight.reshape(x.shape[-1], -1), mixed=self.mixed)
+            flat = weight.reshape(x.shape[-1], -1)
+            return product(x, flat, mixed=self.mixed, in_parts=self.in_parts)
         scales, rows = getattr(self, name + self.scales)[...], x.astype(jnp.bfloat16)
         width = weight.size // (x.shape[-1] if self.scales == SCALE else x.shape[-1] // 2)
         flat = scales.reshape(*(() if self.scales == SCALE else (-1,)), width)
@@ -389,6 +398,7 @@ def product(
     weight: Array,
     *,
     mixed: bool = False,
+    in_parts: bool = False,
     outputs_first: bool = False,
 ) -> Array:
     """Return x [..., D] @ weight [D, E] in x's number type.
@@ -398,8 +408,13 @@ def product(
         weight: [D, E], or [E, D] with outputs_first.
         mixed: round both to bfloat16 and sum in float32, which matrix units (also those of recent
             CPUs) do several times faster.
+        in_parts: as exact as in float32, by the matrix unit of a CPU that has one; small matrices
+            by XLA, as fast.
         outputs_first: the weight's first dimension is the output.
     """
+    if in_parts and not mixed and min(weight.shape) >= LEAST_IN_PARTS:
+        rows = multiplied(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype))
+        return rows.reshape(*x.shape[:-1], rows.shape[1])
     number = jnp.bfloat16 if mixed else x.dtype
     contract = (((x.ndim - 1,), (int(outputs_first),)), ((), ()))
     out = jax.lax.dot_general(

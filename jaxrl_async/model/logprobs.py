@@ -24,6 +24,7 @@ from jaxrl_async.model.decoder import (
     token_states,
 )
 from jaxrl_async.model.families.parts import UNSCALED, Scales
+from jaxrl_async.model.layers import product
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, Params
 
@@ -43,19 +44,21 @@ def chunked_logprobs(
     scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
     cpu_kernels: bool = False,
+    in_parts: bool = False,
 ) -> tuple[Array, Array]:
     """Return the log-prob of each target and the entropy of its distribution, nats.
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
     [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: of the model, for its
-    logits. cpu_kernels: compute by kernels of our own what is made of a chunk's logits.
+    logits. cpu_kernels: compute by kernels of our own what is made of a chunk's logits; in_parts:
+    and the logits, see layers.product.
     Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
     at once on a device in either pass.
     """
 
     def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
-        logits = logits_of(x, head, scales) / temperature
+        logits = logits_of(x, head, scales, in_parts=in_parts) / temperature
         if bits is not None:
             logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
         if cpu_kernels:
@@ -139,11 +142,15 @@ def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
     return next((n for n in range(least, 4 * least) if vocab % n == 0), None)
 
 
-def logits_of(hidden: Array, head: Array, scales: Scales = UNSCALED) -> Array:
-    """hidden [..., D], head [D, V] -> [..., V] float32, scaled and bounded as a model's scales
-    say."""
-    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return bounded(logits, scales)
+def logits_of(
+    hidden: Array, head: Array, scales: Scales = UNSCALED, *, in_parts: bool = False
+) -> Array:
+    """hidden [..., D], head [D, V] -> [..., V] float32, scaled and bounded as a model's scales say;
+    in_parts: see layers.product."""
+    head = head.astype(hidden.dtype)
+    if in_parts:
+        return bounded(product(hidden, head, in_parts=True), scales)
+    return bounded(jnp.matmul(hidden, head, preferred_element_type=jnp.float32), scales)
 
 
 def over_chunks(
@@ -233,6 +240,7 @@ def token_logprobs(
             scales=spec.scales,
             layout=layout,
             cpu_kernels=settings.cpu_kernels,
+            in_parts=settings.in_parts,
         )
     logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
     return TokenLogprobs(logprobs, entropy, changed, load)

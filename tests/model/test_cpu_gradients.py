@@ -1,6 +1,7 @@
 """The CPU's own attention and log-probs in an update against float64, with their gradients."""
 
 import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
+from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.attention import (
     reference,
     sequence_attention,
@@ -17,10 +19,18 @@ from jaxrl_async.model.attention import (
     visible_until,
 )
 from jaxrl_async.model.cpu.gradients import chosen, flash, tree_flash
-from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
-from jaxrl_async.model.decoder import hidden_states, init_params
+from jaxrl_async.model.cpu.gradients import multiply as in_parts
+from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there, multiplies_in_parts
+from jaxrl_async.model.decoder import (
+    DecoderSettings,
+    TokenRows,
+    hidden_states,
+    init_params,
+    settings_on,
+)
 from jaxrl_async.model.kernels import Scoring
-from jaxrl_async.model.logprobs import REFUSED
+from jaxrl_async.model.layers import product
+from jaxrl_async.model.logprobs import REFUSED, token_logprobs
 from jaxrl_async.model.spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(
@@ -247,3 +257,95 @@ def test_what_the_backward_pass_computes_again_changes_no_gradient(remat: str) -
 
     params = init_params(spec, jax.random.key(0))
     assert_close(gradients(params, remat), gradients(params, "none"))
+
+
+needs_tiles = pytest.mark.skipif("not has_matrix_unit()", reason="needs a processor with AMX")
+
+
+def has_matrix_unit() -> bool:
+    return multiplies_in_parts()
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(1, 1, 1), (5, 7, 3), (33, 65, 40), (100, 130, 257), (70, 5000, 48), (513, 64, 96)],
+)
+def test_products_in_parts_are_as_exact_as_in_float32(rows: int, inputs: int, outputs: int) -> None:
+    """Whichever matrix is turned; inputs beyond one stretch; numbers of many magnitudes."""
+    rng = np.random.default_rng(inputs)
+    x = rng.normal(size=(rows, inputs)) * 10.0 ** rng.uniform(-6, 6, (rows, 1))
+    w = rng.normal(size=(inputs, outputs)) * 10.0 ** rng.uniform(-6, 6, outputs)
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    bound = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
+    for turns_a in (False, True):
+        for turns_b in (False, True):
+            found = in_parts(
+                jnp.asarray(x.T.copy() if turns_a else x),
+                jnp.asarray(w.T.copy() if turns_b else w),
+                turns_a=turns_a,
+                turns_b=turns_b,
+            )
+            assert (np.abs(np.asarray(found) - exact) <= 3e-7 * bound).all()
+
+
+@needs_tiles
+def test_a_rows_product_in_parts_is_its_own_and_what_is_no_number_stays_there() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(90, 300)), rng.normal(size=(300, 70))
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    whole = np.asarray(in_parts(x, w))
+    for rows in (slice(0, 1), slice(16, 49), slice(33, 90)):
+        assert (np.asarray(in_parts(x[rows], w)) == whole[rows]).all()
+    spoilt = np.asarray(in_parts(x.at[40, 7].set(jnp.nan).at[41, 8].set(jnp.inf), w))
+    assert not np.isfinite(spoilt[40:42]).any()
+    assert (np.delete(spoilt, [40, 41], 0) == np.delete(whole, [40, 41], 0)).all()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not fit"):
+        in_parts(x, w, turns_b=True)
+
+
+WIDE = ModelSpec.from_architecture(
+    schema.ArchitectureSection(layers=2, width=256, heads=4, kv_heads=4, head_dim=64, mlp=320), 300
+)
+
+
+@needs_tiles
+@pytest.mark.parametrize("remat", ["none", "layer", "dots"])
+def test_an_update_in_parts_has_the_gradient_of_one_in_float32(remat: str) -> None:
+    """Of a whole policy, head included; with remat=dots products are not made again."""
+    params, rng = init_params(WIDE, jax.random.key(0)), np.random.default_rng(0)
+    segments = jnp.asarray(segments_of([40, 23], [51, 12]))
+    places = [np.concatenate([np.arange(40), np.arange(23)]), np.r_[0:51, 0:12]]
+    rows = TokenRows(
+        jnp.asarray(rng.integers(0, 300, segments.shape), jnp.int32),
+        jnp.asarray(np.stack(places), jnp.int32),
+        segments,
+    )
+
+    def loss(params: Any, *, own: bool) -> jax.Array:
+        settings = DecoderSettings(
+            remat=remat, attention=flash, cpu_kernels=True, in_parts=own, chunk=32
+        )
+        return token_logprobs(WIDE, params, rows, settings).logprobs.sum()
+
+    gradients = [jax.jit(jax.value_and_grad(partial(loss, own=own))) for own in (True, False)]
+    found, wanted = (gradient(params) for gradient in gradients)
+    assert_close(found, wanted)
+    calls = gradients[0].lower(params).as_text().count("jaxrl_async.multiply")
+    again = 6 if remat == "layer" else 0  # all but the last product of a layer
+    assert calls == 3 * 7 + again + 4, "forward, for inputs, for weights; the head's forward twice"
+    assert "jaxrl_async.multiply" not in gradients[1].lower(params).as_text()
+
+
+@needs_tiles
+def test_small_products_are_xlas_and_settings_choose_parts_on_one_device() -> None:
+    small, wide = jnp.ones((3, 255)), jnp.ones((3, 256))
+    for x, own in ((small, False), (wide, True)):
+        text = jax.jit(partial(product, in_parts=True)).lower(x, jnp.ones((x.shape[1], 300)))
+        assert ("jaxrl_async.multiply" in text.as_text()) == own
+    on = partial(settings_on, spec=WIDE, dtype=jnp.float32, attention="auto")
+    one, two = (make_mesh(schema.AxesSection(data=n), jax.devices()[:n]) for n in (1, 2))
+    assert on(one, cpu_kernels=True).in_parts
+    assert not on(one, cpu_kernels=False).in_parts and not on(two, cpu_kernels=True).in_parts
+    assert not on(one, cpu_kernels=True, dtype=jnp.bfloat16).in_parts

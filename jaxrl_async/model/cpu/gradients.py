@@ -17,6 +17,8 @@ from jaxrl_async.model.cpu.library import target_of
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
 
 Floats = jax.ShapeDtypeStruct
+MULTIPLIED = "multiplied"
+"""Name of what `multiplied` returns, for rematerialisation."""
 
 
 def flash(
@@ -106,6 +108,33 @@ def _flash_backward(
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
+
+
+@jax.custom_vjp
+def multiplied(x: Array, weight: Array) -> Array:
+    """Return x [n, D] times weight [D, E], both float32, as exact as in float32, by the matrix unit
+    (library.multiplies_in_parts)."""
+    return multiply(x, weight)
+
+
+def multiply(a: Array, b: Array, *, turns_a: bool = False, turns_b: bool = False) -> Array:
+    """Return a b of matrices, turned or not."""
+    result = Floats((a.shape[int(turns_a)], b.shape[int(not turns_b)]), jnp.float32)
+    call = jax.ffi.ffi_call(target_of("multiply"), result)
+    out: Array = call(a, b, turns_a=turns_a, turns_b=turns_b)
+    return out
+
+
+def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return checkpoint_name(multiply(x, weight), MULTIPLIED), (x, weight)
+
+
+def _multiply_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, weight = kept
+    return multiply(grad, weight, turns_b=True), multiply(x, grad, turns_a=True)
+
+
+multiplied.defvjp(_multiply_forward, _multiply_backward)
 
 
 @jax.custom_vjp

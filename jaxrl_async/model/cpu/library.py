@@ -50,8 +50,8 @@ SAMPLING = Kernels(
     names=("product", "rotate", "attend", "attend_new"),
 )
 TRAINING = Kernels(
-    files=("training.cc", "tasks.h"),
-    names=("flash", "flash_back", "choose", "choose_back"),
+    files=("training.cc", "parts.h", "tiles.h", "tasks.h"),
+    names=("multiply", "flash", "flash_back", "choose", "choose_back"),
 )
 
 _locks = {SAMPLING: threading.Lock(), TRAINING: threading.Lock()}
@@ -68,11 +68,18 @@ def kernels_are_there(kernels: Kernels) -> bool:
 
 
 @functools.cache
+def multiplies_in_parts() -> bool:
+    """Return whether TRAINING multiplies float32 matrices on the processor's matrix unit (AMX): it
+    is there, the kernels are built for it, and Linux lets this process use it."""
+    return kernels_are_there(TRAINING) and bool(_loaded(TRAINING).jaxrl_async_multiplies_in_parts())
+
+
+@functools.cache
 def _are_there(kernels: Kernels) -> bool:
     if not is_written_for_this():
         return False  # nothing that a user could do about it
     try:
-        library = ctypes.cdll.LoadLibrary(str(_built(kernels)))
+        library = _loaded(kernels)
     except NotBuiltError as error:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
@@ -83,6 +90,12 @@ def _are_there(kernels: Kernels) -> bool:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
         jax.ffi.register_ffi_target(target_of(name), call, platform="cpu")
     return True
+
+
+@functools.cache
+def _loaded(kernels: Kernels) -> ctypes.CDLL:
+    """Build and load a library. Raises NotBuiltError, OSError, RuntimeError."""
+    return ctypes.cdll.LoadLibrary(str(_built(kernels)))
 
 
 @functools.cache

@@ -156,7 +156,6 @@ void tiled_panels(const float* x, int64_t n, const Panels& panels) {
 }
 
 #undef TILE_STEP
-#undef TILE_STORE
 
 #else
 

@@ -2,6 +2,7 @@
 //
 // flash, flash_back   causal attention within the segments of packed rows, or the trees of those
 //                     that share prefixes, and its gradient
+// multiply            products of matrices by the matrix unit, where there is one (parts.h)
 // choose, choose_back log-prob of each row's target and entropy of its logits, and their gradient
 //
 // A result is the same whatever the number of threads: each sum is one task's, in one order.
@@ -9,6 +10,7 @@
 #include <cfloat>
 #include <vector>
 
+#include "parts.h"
 #include "tasks.h"
 
 namespace {
@@ -511,6 +513,17 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Whole = ffi::Buffer<ffi::S32>;
 
 }  // namespace
+
+extern "C" int jaxrl_async_multiplies_in_parts() { return multiplies_in_parts(); }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_multiply, multiply_floats,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<bool>("turns_a")
+                                  .Attr<bool>("turns_b"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash, flash,
                               ffi::Ffi::Bind()
