@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jaxrl_async.model import layers
 from jaxrl_async.model.cpu.calls import (
@@ -106,6 +107,26 @@ def test_products_of_fewer_bits_are_those_of_float64_with_the_rounded_numbers(
     x[3, 2] = np.nan
     spoilt = np.asarray(product(x))
     assert np.isnan(spoilt[3]).all() and (np.delete(spoilt - all_rows, 3, 0) == 0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.int8, jnp.float32])
+def test_a_row_among_many_is_what_it_is_among_few(kind: DTypeLike, rounds: bool) -> None:
+    """Many rows take many panels at a time, the last of them not whole."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(150, 100)), jnp.float32)
+    weight, scales = jnp.asarray(rng.normal(size=(1399, 100)) * 20), None
+    if kind == jnp.int8:
+        weight, scales = jnp.clip(weight, -127, 127), jnp.asarray(rng.random(1399), jnp.float32)
+    ready = packed(weight.astype(kind))
+    product = partial(packed_product, scales=scales, rounds=rounds and kind != jnp.float32)
+    whole = np.asarray(product(x, ready, 1399))
+    few = [product(x[i : i + 30], ready, 1399) for i in range(0, 150, 30)]
+    assert (np.concatenate(few) == whole).all()
+    exact = np.asarray(x, np.float64) @ np.asarray(weight.astype(kind), np.float64).T
+    exact = exact if scales is None else exact * np.asarray(scales)
+    assert np.abs(whole - exact).max() < (0.02 if rounds else 1e-5) * np.abs(exact).max()
 
 
 @needs_kernels

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <mutex>
 #include <vector>
 
 #include "tiles.h"
@@ -21,9 +22,10 @@ constexpr int64_t kStep = 2 * kTile;  // inputs of a tile, and rows or outputs o
 
 #if defined(HAS_TILES) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 
-constexpr int64_t kLongStretch = 64;          // steps that are summed before the sums go to memory
+constexpr int64_t kLongStretch = 32;  // steps that are summed before the sums go to memory
 constexpr int64_t kStepWords = 3 * kTile * kStep;  // of a step of a block, left or right
-constexpr int64_t kNearWords = 3 << 16;             // of the panels that a task keeps near
+constexpr int64_t kNearWords = 3 << 16;  // of the rows that a task keeps in the second cache
+constexpr int64_t kStrip = 4;            // panels that are divided together
 
 // A matrix in memory, or its transpose: element (i, j) at data[i * stride + j], or with i and j
 // exchanged.
@@ -131,12 +133,16 @@ inline void divide_left(const Matrix& m, int64_t row, int64_t k, int64_t steps, 
                   to + half * kTile * kTile, 2 * kTile * kTile, kTile);
 }
 
-// Divide 32 outputs of the right matrix. In memory its inputs are rows, unless it is transposed.
-inline void divide_right(const Matrix& m, int64_t output, int64_t k, int64_t steps, float* to) {
-  for (int64_t s = 0; s < steps; ++s, to += kStepWords)
-    for (int64_t half = 0; half < 2; ++half)
-      divide_tile(m, output + half * kTile, k + s * kStep, m.transposed, true, to + half * kTile,
-                  kTile * kPanel, kPanel);
+// Divide `count` panels of the right matrix from the first on, to panels of `steps` steps in `to`. In
+// memory its inputs are rows, unless it is transposed.
+inline void divide_right(const Matrix& m, int64_t first, int64_t count, int64_t k, int64_t steps,
+                         float* to) {
+  for (int64_t s = 0; s < steps; ++s)
+    for (int64_t half = 0; half < 2 * count; ++half) {
+      const int64_t panel = first + half / 2;
+      divide_tile(m, panel * kStep + half % 2 * kTile, k + s * kStep, m.transposed, true,
+                  to + (panel * steps + s) * kStepWords + half % 2 * kTile, kTile * kPanel, kPanel);
+    }
 }
 
 // Set (or, unless `fresh`, add to) y [rows, width] the product of a left block and a right one.
@@ -191,34 +197,71 @@ inline void block_of_parts(const float* left, const float* right, int64_t steps,
     std::memcpy(y + r * stride, sums + r * kPanel, width * sizeof(float));
 }
 
-// Write left [M, K] times right [K, N] to y [M, N].
+constexpr int64_t parts_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
+
+// Memory for as long as the object lives, which calls hand on to one another: as much is kept as
+// calls needed at once, whichever threads they ran on.
+class Borrowed {
+ public:
+  explicit Borrowed(int64_t words) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex());
+      if (!idle().empty()) {
+        memory_ = std::move(idle().back());
+        idle().pop_back();
+      }
+    }
+    if (static_cast<int64_t>(memory_.size()) < words) memory_.resize(words);
+  }
+  ~Borrowed() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    idle().push_back(std::move(memory_));
+  }
+  Borrowed(const Borrowed&) = delete;
+  float* words() { return memory_.data(); }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex* one = new std::mutex;  // threads may outlive what is destroyed at exit
+    return *one;
+  }
+  static std::vector<std::vector<float>>& idle() {
+    static auto* all = new std::vector<std::vector<float>>;
+    return *all;
+  }
+  std::vector<float> memory_;
+};
+
+// Write left [M, K] times right [K, N] to y [M, N]. Of a stretch of inputs the right matrix is
+// divided whole; a task divides some rows of the left one, which then lie near, and multiplies them
+// with one panel after the other.
 void multiply_in_parts(ffi::ThreadPool& pool, const Matrix& left, const Matrix& right, int64_t M,
                        int64_t K, int64_t N, float* y) {
-  const int64_t blocks = (M + kStep - 1) / kStep, panels = (N + kStep - 1) / kStep;
-  const int64_t steps = (K + kStep - 1) / kStep;
-  thread_local std::vector<float> memory;
+  const int64_t blocks = parts_of(M, kStep), panels = parts_of(N, kStep), steps = parts_of(K, kStep);
+  Borrowed memory(panels * std::min(kLongStretch, steps) * kStepWords);
+  float* divided = memory.words();
   for (int64_t s = 0; s < steps; s += kLongStretch) {
     const int64_t stretch = std::min(kLongStretch, steps - s), words = stretch * kStepWords;
-    if (static_cast<int64_t>(memory.size()) < blocks * words) memory.resize(blocks * words);
-    float* divided = memory.data();
-    const double work = static_cast<double>(M) * std::min(K, stretch * kStep);
-    each(pool, blocks, 4 * work, [&](int64_t b) {
-      divide_left(left, b * kStep, s * kStep, stretch, divided + b * words);
+    const double inputs = static_cast<double>(std::min(K, stretch * kStep));
+    each(pool, parts_of(panels, kStrip), 4 * inputs * N, [&](int64_t i) {
+      divide_right(right, i * kStrip, std::min(kStrip, panels - i * kStrip), s * kStep, stretch,
+                   divided);
     });
     const int64_t most = std::max<int64_t>(1, kNearWords / words);
-    const int64_t together = std::clamp<int64_t>(panels / (2 * pool.num_threads() + 1), 1, most);
-    each(pool, (panels + together - 1) / together, work * N / kTile, [&](int64_t g) {
-      const int64_t first = g * together, count = std::min(together, panels - first);
+    const int64_t share = std::clamp<int64_t>(blocks / (4 * pool.num_threads()), 1, most);
+    each(pool, parts_of(blocks, share), inputs * M * N / kTile, [&](int64_t i) {
+      const int64_t first = i * share, count = std::min(share, blocks - first);
       thread_local std::vector<float> near;
       if (static_cast<int64_t>(near.size()) < count * words) near.resize(count * words);
-      for (int64_t p = 0; p < count; ++p)
-        divide_right(right, (first + p) * kStep, s * kStep, stretch, near.data() + p * words);
+      for (int64_t b = 0; b < count; ++b)
+        divide_left(left, (first + b) * kStep, s * kStep, stretch, near.data() + b * words);
       const TileShapes shapes;
-      for (int64_t b = 0; b < blocks; ++b)
-        for (int64_t p = 0; p < count; ++p)
-          block_of_parts(divided + b * words, near.data() + p * words, stretch,
-                         y + b * kStep * N + (first + p) * kStep, std::min(kStep, M - b * kStep),
-                         std::min(kStep, N - (first + p) * kStep), N, s == 0);
+      for (int64_t p = 0; p < panels; ++p)
+        for (int64_t b = 0; b < count; ++b)
+          block_of_parts(near.data() + b * words, divided + p * words, stretch,
+                         y + (first + b) * kStep * N + p * kStep,
+                         std::min(kStep, M - (first + b) * kStep), std::min(kStep, N - p * kStep), N,
+                         s == 0);
     });
   }
 }
