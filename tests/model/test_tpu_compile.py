@@ -192,12 +192,14 @@ def test_the_samplers_programs_compile_and_decode_in_place(programs):
 
 
 def test_prompts_are_prefilled_on_the_pages_in_place(programs):
-    for kind in ("", " of long contexts"):
+    for kind in ("", " of long contexts", " of very long contexts"):
         prefill = programs[f"sampler prefill{kind}"]
         assert prefill["kernels"] == 2, "one kernel a layer"
-        assert prefill["temp_bytes"] < prefill["pages_bytes"] / 8, "no copy, no scores"
+        assert prefill["temp_bytes"] < prefill["pages_bytes"] / 8, "no scores"
+        assert prefill["alias_bytes"] >= prefill["pages_bytes"], "no copy"
     insert = programs["sampler insert"]
     assert insert["temp_bytes"] < insert["pages_bytes"] / 8
+    assert insert["alias_bytes"] >= insert["pages_bytes"]
 
 
 def test_page_tables_beyond_the_scalar_memory_are_divided_among_calls(programs):
@@ -213,3 +215,4 @@ def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
     assert block["temp_bytes"] < block["pages_bytes"] / 16, "its part of the pages stays in place"
     prefill = programs["sampler prefill over hosts"]
     assert prefill["kernels"] == 2 and prefill["temp_bytes"] < block["pages_bytes"] / 16
+    assert prefill["alias_bytes"] == prefill["pages_bytes"] / 16, "its part of the pages"

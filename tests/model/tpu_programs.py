@@ -61,12 +61,15 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.Sha
 
 
 def compiled(function: Any, *arguments: Any) -> dict[str, Any]:
-    """Call sites of kernels, and temporary memory in bytes on a chip."""
+    """Call sites of kernels; on a chip, bytes of temporary memory and of arguments that results
+    lie in."""
     lower = function.lower if hasattr(function, "lower") else jax.jit(function).lower
     program = lower(*arguments).compile()
+    memory = program.memory_analysis()
     return {
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
-        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
     }
 
 
@@ -367,6 +370,9 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "sampler prefill of long contexts": partial(
         sampler_program, "prefill", slots=256, max_length=32768, budget=2048
+    ),
+    "sampler prefill of very long contexts": partial(
+        sampler_program, "prefill", slots=256, max_length=131072, budget=128
     ),
     "sampler insert": partial(sampler_program, "insert", slots=64),
     "sampler prefill over hosts": partial(sampler_program, "prefill", kv_heads=16, tensor=16),

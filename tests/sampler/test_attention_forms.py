@@ -21,7 +21,7 @@ from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.ports import FIXED_WEIGHTS
-from jaxrl_async.sampler.batch import prefill
+from jaxrl_async.sampler.batch import prefill, shapes
 from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
 from jaxrl_async.sampler.device import decode
@@ -140,8 +140,9 @@ def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     many_logits, placed, monkeypatch, compiled_now
 ) -> None:
     """Blocks have one sampling for all and two widths of context, prompts are prefilled on the
-    pages, and an insert writes no tokens."""
+    pages, and an insert writes no tokens, and is of few slots."""
     monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
+    monkeypatch.setattr(shapes, "TOGETHER", 8)
     wishes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.35}
     wishes["slots"] = 24 if many_logits else 16  # an engine of its own: nothing is compiled yet
     mesh = make_slices(schema.MeshSection()).sampler if placed else None
@@ -298,6 +299,29 @@ def test_rows_are_taken_over_in_mid_block() -> None:
     assert [len(c.token_ids) for c in done] == lengths
     assert stats.blocks == 1, "four rows drew eight answers in one block"
     sampler.close()
+
+
+def test_many_that_begin_at_once_are_inserted_in_turns(monkeypatch) -> None:
+    """On a TPU, so many at a time as a chunk has prompts at most; each follower's last page is a
+    copy."""
+    prompt = np.arange(19, dtype=np.int32)
+    members = [request(i, token_ids=prompt, request_id=f"m{i}") for i in range(8)]
+    drawn = []
+    for attention in ("gathered", "ragged"):
+        inserts, real = [], Engine.insert
+
+        def noted(self, prefix, state, args, inserts=inserts, real=real):
+            inserts.append(len(args.slots))
+            return real(self, prefix, state, args)
+
+        monkeypatch.setattr(shapes, "TOGETHER", 3)
+        monkeypatch.setattr(Engine, "insert", noted)
+        sampler = make_sampler(attention=attention, slots=8, reserve=0.0, page_tokens=16)
+        drawn.append([c.token_ids.tolist() for c in sampler.generate(members)])
+        sampler.between_blocks(sampler.loop.batch.check_integrity)
+        sampler.close()
+        monkeypatch.setattr(Engine, "insert", real)
+    assert inserts == [3, 3, 3] and drawn[0] == drawn[1]
 
 
 @pytest.mark.exhaustive

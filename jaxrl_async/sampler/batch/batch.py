@@ -32,6 +32,7 @@ from jaxrl_async.sampler.batch.prefill import (
     chunks_of,
     insert_args,
     leaders,
+    placings,
     plan_parts,
     saved_chunk,
     saved_tokens,
@@ -211,10 +212,9 @@ class Batch:
             prefix = self._prefilled(weights, chunk)
             self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
             done = chunk.advance()
-            args = insert_args(chunk.unwritten, done, self.spec, self.seed, chunk.args.slots)
-            self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
+            copies = self._insert(prefix._replace(routes=None), chunk, done)
             pages, offsets = chunk.cells
-            self._routes.expect(prefix.routes, pages[0], offsets, args.sources, args.targets)
+            self._routes.expect(prefix.routes, pages[0], offsets, *copies)
             self._keep_pages(chunk)
             for _, leader in done:
                 followers, leader.followers = leader.followers, []
@@ -230,6 +230,19 @@ class Batch:
             return self.engine.prefill(weights, self.state, chunk.args)
         prefix, self.state = self.engine.prefill_in_pages(weights, self.state, chunk.args)
         return prefix
+
+    def _insert(
+        self, prefix: Prefix, chunk: Chunk, done: Sequence[tuple[int, Prefilling]]
+    ) -> tuple[IntArray, IntArray]:
+        """Insert a chunk, in several turns if many requests begin; return which pages were copied,
+        and to which. All but the first turn find its KV in the pages."""
+        sources, targets = [], []
+        for placed in placings(done, self.spec):
+            args = insert_args(chunk.unwritten, placed, self.spec, self.seed, chunk.args.slots)
+            self.state = self.engine.insert(prefix, self.state, args)
+            sources.append(args.sources)
+            targets.append(args.targets)
+        return np.concatenate(sources), np.concatenate(targets)
 
     def _parts(self) -> list[Part]:
         """Return what is prefilled in this round, with pages for it: those that a window hides

@@ -29,6 +29,8 @@ from jaxrl_async.sampler.device.sampling import Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 from jaxrl_async.types import IntArray
 
+FEW_SLOTS = 4
+"""Slots of a small insert, where those of the largest have many logits."""
 MANY_LOGITS = 2**21
 """Logits that are not worth moving to save a program."""
 
@@ -135,9 +137,10 @@ def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
     if not (spec.cpu_attention or spec.prefills_in_pages):
         return []
     rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
+    budget = min(budget, spec.total_slots * spec.max_length)
     if spec.cpu_attention:
         return [Sizes(rows, 1, tokens, width) for tokens in shapes.coarse_buckets(budget)]
-    rows = min(rows, sequences_in_a_call(width))
+    rows = min(rows, sequences_in_a_call(width + spec.model.sinks))
     return [Sizes(rows, 1, tokens, width) for tokens in shapes.filled_buckets(budget)]
 
 
@@ -206,9 +209,25 @@ def state_slots(parts: Sequence[Part], rows: int, spec: EngineSpec) -> IntArray:
     return pad_to(rows, [p.slot_index for p, _ in parts], spec.total_slots)
 
 
+class Placing(NamedTuple):
+    """A request whose prompt is prefilled, and that takes its logits to its slot."""
+
+    row: int  # of its leader in the chunk
+    leader: Prefilling
+    own: Prefilling  # the leader, or one of its followers
+
+
+def placings(done: Iterable[tuple[int, Prefilling]], spec: EngineSpec) -> list[list[Placing]]:
+    """Return what an insert places, and the next one if that is more than one can (inserted_sizes);
+    done: leaders whose last token a chunk holds, each with its row."""
+    all_of_them = [Placing(row, p, own) for row, p in done for own in (p, *p.followers)]
+    most = inserted_sizes(spec)[-1]
+    return [all_of_them[i : i + most] for i in range(0, max(len(all_of_them), 1), most)]
+
+
 def insert_args(
     cells: Cells,
-    done: Sequence[tuple[int, Prefilling]],
+    placed: Sequence[Placing],
     spec: EngineSpec,
     seed: int,
     states: IntArray | None = None,
@@ -218,28 +237,25 @@ def insert_args(
 ) -> InsertArgs:
     """Return where a chunk goes: tokens into pages, last pages to followers, logits to slots.
 
-    done: leaders whose last token the chunk holds, each with its row of the chunk. states: see
-    state_slots; None: there are none. size, num_copies: least shapes of what goes to slots, and
-    of the copies of pages.
+    placed: of placings. states: see state_slots; None: there are none. size, num_copies: least
+    shapes of what goes to slots, and of the copies of pages.
     """
-    pairs = [(row, p) for row, leader in done for p in (leader, *leader.followers)]
     copies = [
         (int(a), int(b))
-        for _, leader in done
-        for p in leader.followers
-        if len(leader.token_ids) % spec.page_tokens
-        for a, b in zip(*(_last_pages(x, spec) for x in (leader, p)), strict=True)
+        for _, leader, own in placed
+        if own is not leader and len(leader.token_ids) % spec.page_tokens
+        for a, b in zip(*(_last_pages(x, spec) for x in (leader, own)), strict=True)
     ]
-    size = max(size, next(s for s in inserted_sizes(spec) if s >= len(pairs)))
+    size = max(size, next(s for s in inserted_sizes(spec) if s >= len(placed)))
     num_copies = max(num_copies, next(n for n in copied_sizes(size, spec) if n >= len(copies)))
     return InsertArgs(
         pages=cells.pages,
         offsets=cells.offsets,
         sources=pad_to(num_copies, [a for a, _ in copies], 0),
         targets=pad_to(num_copies, [b for _, b in copies], spec.pages),
-        rows=pad_to(size, [row for row, _ in pairs], 0),
-        slots=pad_to(size, [p.slot_index for _, p in pairs], spec.total_slots),
-        slot_params=slot_params_of([p.live for _, p in pairs], size, seed),
+        rows=pad_to(size, [p.row for p in placed], 0),
+        slots=pad_to(size, [p.own.slot_index for p in placed], spec.total_slots),
+        slot_params=slot_params_of([p.own.live for p in placed], size, seed),
         state_slots=states,
     )
 
@@ -250,15 +266,17 @@ def _no_cells(cells: Cells) -> Cells:
 
 def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
     """Return for how many slots an insert is compiled, ascending. Where programs are to be few:
-    for all, and for a few if it is much to move as many logits for those."""
-    largest = shapes.rows_bucket(spec.total_slots)
-    sizes = [1]
-    while sizes[-1] < largest:
-        sizes.append(4 * sizes[-1])
+    for as many as there can be, and for a few if it is much to move as many logits for those."""
+    largest = spec.total_slots
     if not (spec.cpu_attention or spec.prefills_in_pages):
+        sizes = [1]
+        while sizes[-1] < largest:
+            sizes.append(4 * sizes[-1])
         return tuple(sizes)
-    small = spec.total_slots * spec.model.vocab <= MANY_LOGITS
-    return (largest,) if small else tuple(s for s in sizes if s in (4, largest))
+    if spec.prefills_in_pages:
+        largest = min(largest, shapes.TOGETHER)  # more go in several turns
+    small = largest * spec.model.vocab <= MANY_LOGITS
+    return (largest,) if small or largest <= FEW_SLOTS else (FEW_SLOTS, largest)
 
 
 def copied_sizes(size: int, spec: EngineSpec) -> tuple[int, ...]:
@@ -282,8 +300,8 @@ def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int,
     """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
     prefix, and where it goes. The last token is left out: its logits must be computed."""
     n = saved_tokens(prefilling, kv)
-    bucket = shapes.coarse_bucket if spec.in_pages else shapes.tokens_bucket
-    size = bucket(max(n, 1), 1 << 30)
+    bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
+    size = bucket(max(n, 1), spec.max_length)
     where = np.arange(n)
     pages = np.full((len(prefilling.table), size), spec.pages, np.int32)
     pages[:, :n] = prefilling.table[:, where // spec.page_tokens]

@@ -357,7 +357,7 @@ def _attend_pages(
         if scoring.window and sinks[i] is not None:
             return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
         outs = []
-        for rows in _in_calls(*table.shape):
+        for rows in _in_calls(len(table), table.shape[1] + (sinks[i] is not None)):
             begin, count = rows.start, rows.stop - rows.start
             outs.append(
                 kernel(

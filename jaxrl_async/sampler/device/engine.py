@@ -134,15 +134,18 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     """Return how results are divided: the decode state stays as it is, and on a mesh of several
     processes each of them has the whole of what the host reads."""
     pages = None if state is None else state.kv
-    if spec.mesh is None or not spans_processes(spec.mesh):
-        return _Results(prefill_in_pages=(None, pages), insert=state, generate=(state, None))
-    whole = NamedSharding(spec.mesh, PartitionSpec())
     chosen: Any = None
+    if spec.mesh is None:
+        return _Results()
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    logits = Prefix(chosen, whole, chosen, chosen)  # as the state's: one insert for all prefills
+    if not spans_processes(spec.mesh):
+        return _Results(prefill_in_pages=(logits, pages), insert=state, generate=(state, None))
     routes = whole if spec.keeps_routes else chosen
     prefix = Prefix(chosen, chosen, routes, chosen)
     return _Results(
         prefill=prefix,
-        prefill_in_pages=(prefix, pages),
+        prefill_in_pages=(logits._replace(routes=routes), pages),
         insert=state,
         generate=(state, whole),
     )

@@ -6,7 +6,14 @@ import numpy as np
 from tiny import SPEC
 
 from jaxrl_async.sampler.batch.decoding import form_of
-from jaxrl_async.sampler.batch.prefill import Chunk, chunks_of, insert_args, leaders, plan_parts
+from jaxrl_async.sampler.batch.prefill import (
+    Chunk,
+    chunks_of,
+    insert_args,
+    leaders,
+    placings,
+    plan_parts,
+)
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.types import Request
@@ -77,7 +84,8 @@ def test_followers_take_their_leaders_logits_and_a_copy_of_its_last_page():
     leader.followers.append(follower)
     assert leaders([leader, follower]) == [leader]
     chunk = only_chunk(leaders([leader, follower]), 100)
-    args = insert_args(chunk.cells, chunk.advance(), ENGINE, seed=0)
+    (placed,) = placings(chunk.advance(), ENGINE)
+    args = insert_args(chunk.cells, placed, ENGINE, seed=0)
     assert args.rows[:2].tolist() == [0, 0] and args.slots.tolist() == [0, 3, 4, 4]
     assert args.sources.tolist() == [2, 0, 0, 0] and args.targets.tolist() == [5, 20, 20, 20]
     assert (args.slot_params.keys[0] != args.slot_params.keys[1]).any()
