@@ -40,9 +40,9 @@ class TrainerSection(Section):
     logprob_chunk: Positive = 1024
     """Tokens per device whose logits are in memory at once."""
     cpu_kernels: bool = True
-    """On a CPU in float32, compute attention and log-probs by kernels of our own, in C++, compiled
-    once by the machine's g++ or clang++; where they do not compile, the log says so, and XLA's
-    programs are used, as on other devices."""
+    """On a CPU in float32, compute attention, log-probs and, where there is a matrix unit (AMX),
+    products by kernels of our own, in C++, compiled once by the machine's g++ or clang++; where
+    they do not compile, the log says so, and XLA's programs are used, as on other devices."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """What stays in host memory while not in use: AdamW's moments and master weights (optimizer),
     loaded for each update; the reference policy, loaded for a pass of its own."""

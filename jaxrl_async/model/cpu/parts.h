@@ -155,6 +155,7 @@ inline void block_of_parts(const float* left, const float* right, int64_t steps,
   float* to = direct ? y : sums;
   const int64_t apart = direct ? stride : kPanel, bytes = apart * sizeof(float);
   if (fresh) {
+    settle();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -162,6 +163,7 @@ inline void block_of_parts(const float* left, const float* right, int64_t steps,
   } else {
     for (int64_t r = 0; r < rows && !direct; ++r)
       std::memcpy(sums + r * kPanel, y + r * stride, width * sizeof(float));
+    settle();
     _tile_loadd(0, to, bytes);
     _tile_loadd(1, to + kTile, bytes);
     _tile_loadd(2, to + kTile * apart, bytes);

@@ -54,15 +54,21 @@ inline bool has_tiles() {
   return allowed;
 }
 
+// Have what was written so far in memory: GCC's tile intrinsics do not say all that they read.
+inline void settle() { asm volatile("" ::: "memory"); }
+
 // All tiles whole, for as long as the object lives.
 class TileShapes {
+  struct alignas(64) Shapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+
  public:
   TileShapes() {
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shapes;
+    static const Shapes shapes;
+    settle();
     _tile_loadconfig(&shapes);
   }
   ~TileShapes() { _tile_release(); }
@@ -112,6 +118,7 @@ void tiles_of_rows(const float* x, int64_t x_part, int64_t rows, const float* pa
   constexpr int64_t kRowBytes = kTile * sizeof(float), kBetween = kPanel * sizeof(float);
   const int64_t below = kTile * in_tiles(depth);
   const bool two = rows > kTile;
+  settle();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
