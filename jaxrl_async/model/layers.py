@@ -128,7 +128,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 LEAST_IN_PARTS = 256
-"""Inputs and outputs of a product from which in parts it is faster than XLA's."""
+"""Rows, inputs and outputs of a product from which in parts it is faster than XLA's."""
 
 
 class Layer(nnx.Module):
@@ -408,11 +408,12 @@ def product(
         weight: [D, E], or [E, D] with outputs_first.
         mixed: round both to bfloat16 and sum in float32, which matrix units (also those of recent
             CPUs) do several times faster.
-        in_parts: as exact as in float32, by the matrix unit of a CPU that has one; small matrices
-            by XLA, as fast.
+        in_parts: of float32, inputs first: as exact, by the matrix unit of a CPU that has one; few
+            rows and small matrices by XLA, which is faster there.
         outputs_first: the weight's first dimension is the output.
     """
-    if in_parts and not mixed and min(weight.shape) >= LEAST_IN_PARTS:
+    in_parts = in_parts and not (mixed or outputs_first) and x.dtype == jnp.float32
+    if in_parts and min(*weight.shape, math.prod(x.shape[:-1])) >= LEAST_IN_PARTS:
         rows = multiplied(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype))
         return rows.reshape(*x.shape[:-1], rows.shape[1])
     number = jnp.bfloat16 if mixed else x.dtype

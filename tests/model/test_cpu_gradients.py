@@ -269,10 +269,14 @@ def has_matrix_unit() -> bool:
 @needs_tiles
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [(1, 1, 1), (5, 7, 3), (33, 65, 40), (100, 130, 257), (70, 5000, 48), (513, 64, 96)],
+    [
+        *((1, 1, 1), (5, 7, 3), (33, 65, 40), (100, 130, 257), (70, 5000, 48), (513, 64, 96)),
+        *((40, 0, 40), (0, 40, 40), (3, 1100, 12000)),
+    ],
 )
 def test_products_in_parts_are_as_exact_as_in_float32(rows: int, inputs: int, outputs: int) -> None:
-    """Whichever matrix is turned; inputs beyond one stretch; numbers of many magnitudes."""
+    """Whichever matrix is turned; inputs beyond one stretch, panels beyond what is divided at once,
+    none of them; numbers of many magnitudes."""
     rng = np.random.default_rng(inputs)
     x = rng.normal(size=(rows, inputs)) * 10.0 ** rng.uniform(-6, 6, (rows, 1))
     w = rng.normal(size=(inputs, outputs)) * 10.0 ** rng.uniform(-6, 6, outputs)
@@ -315,8 +319,8 @@ WIDE = ModelSpec.from_architecture(
 def test_an_update_in_parts_has_the_gradient_of_one_in_float32(remat: str) -> None:
     """Of a whole policy, head included; with remat=dots products are not made again."""
     params, rng = init_params(WIDE, jax.random.key(0)), np.random.default_rng(0)
-    segments = jnp.asarray(segments_of([40, 23], [51, 12]))
-    places = [np.concatenate([np.arange(40), np.arange(23)]), np.r_[0:51, 0:12]]
+    segments = jnp.asarray(segments_of([100, 43], [111, 32]))
+    places = [np.r_[0:100, 0:43], np.r_[0:111, 0:32]]
     rows = TokenRows(
         jnp.asarray(rng.integers(0, 300, segments.shape), jnp.int32),
         jnp.asarray(np.stack(places), jnp.int32),
@@ -325,7 +329,7 @@ def test_an_update_in_parts_has_the_gradient_of_one_in_float32(remat: str) -> No
 
     def loss(params: Any, *, own: bool) -> jax.Array:
         settings = DecoderSettings(
-            remat=remat, attention=flash, cpu_kernels=True, in_parts=own, chunk=32
+            remat=remat, attention=flash, cpu_kernels=True, in_parts=own, chunk=286
         )
         return token_logprobs(WIDE, params, rows, settings).logprobs.sum()
 
@@ -339,11 +343,33 @@ def test_an_update_in_parts_has_the_gradient_of_one_in_float32(remat: str) -> No
 
 
 @needs_tiles
+def test_own_layers_may_map_over_what_is_in_parts() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 256, 300)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(300, 256)), jnp.float32)
+    each = jax.vmap(partial(product, in_parts=True), in_axes=(0, None))(x, w)
+    np.testing.assert_array_equal(each, product(x, w, in_parts=True))
+
+
+@needs_tiles
 def test_small_products_are_xlas_and_settings_choose_parts_on_one_device() -> None:
-    small, wide = jnp.ones((3, 255)), jnp.ones((3, 256))
-    for x, own in ((small, False), (wide, True)):
-        text = jax.jit(partial(product, in_parts=True)).lower(x, jnp.ones((x.shape[1], 300)))
-        assert ("jaxrl_async.multiply" in text.as_text()) == own
+
+    def by_parts(
+        rows: int, inputs: int, outputs: int, dtype: Any = jnp.float32, **how: Any
+    ) -> bool:
+        shapes = (rows, inputs), (inputs, outputs)
+        if how.get("outputs_first"):
+            shapes = (rows, inputs), (outputs, inputs)
+        given = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+        lowered = jax.jit(partial(product, in_parts=True, **how)).lower(*given)
+        return "jaxrl_async.multiply" in lowered.as_text()
+
+    assert by_parts(256, 256, 256)
+    assert not any(
+        by_parts(*shape) for shape in ((255, 256, 256), (256, 255, 256), (256, 256, 255))
+    )
+    assert not by_parts(300, 300, 300, jnp.bfloat16) and not by_parts(300, 300, 300, mixed=True)
+    assert not by_parts(300, 300, 300, outputs_first=True)
     on = partial(settings_on, spec=WIDE, dtype=jnp.float32, attention="auto")
     one, two = (make_mesh(schema.AxesSection(data=n), jax.devices()[:n]) for n in (1, 2))
     assert on(one, cpu_kernels=True).in_parts

@@ -120,7 +120,7 @@ def multiplied(x: Array, weight: Array) -> Array:
 def multiply(a: Array, b: Array, *, turns_a: bool = False, turns_b: bool = False) -> Array:
     """Return a b of matrices, turned or not."""
     result = Floats((a.shape[int(turns_a)], b.shape[int(not turns_b)]), jnp.float32)
-    call = jax.ffi.ffi_call(target_of("multiply"), result)
+    call = jax.ffi.ffi_call(target_of("multiply"), result, vmap_method="sequential")
     out: Array = call(a, b, turns_a=turns_a, turns_b=turns_b)
     return out
 

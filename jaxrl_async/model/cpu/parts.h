@@ -1,6 +1,8 @@
 // Products of float32 matrices by the matrix unit (AMX), which multiplies bfloat16: each number is
 // the sum of three parts of bfloat16, and a product that of six products of parts. Those left out
-// are below the last bit of float32 (Henry et al. 2019, arXiv:1904.06376, "bfloat16x3").
+// are below the last bit of float32 (Henry et al. 2019, arXiv:1904.06376, "bfloat16x3"), but for
+// numbers below 1e-33, whose last parts vanish. What is not finite, or rounds to infinity (above
+// 3.39e38), makes its row or output NaN.
 //
 // Left [M, K] and right [K, N] are divided into parts once, in the order in which tiles read them:
 //
@@ -25,7 +27,8 @@ constexpr int64_t kStep = 2 * kTile;  // inputs of a tile, and rows or outputs o
 constexpr int64_t kLongStretch = 32;  // steps that are summed before the sums go to memory
 constexpr int64_t kStepWords = 3 * kTile * kStep;  // of a step of a block, left or right
 constexpr int64_t kNearWords = 3 << 16;  // of the rows that a task keeps in the second cache
-constexpr int64_t kStrip = 4;            // panels that are divided together
+constexpr int64_t kDividedWords = 1 << 24;  // of the panels that are divided at a time: 64 MiB
+constexpr int64_t kStrip = 4;  // panels that are divided together
 
 // A matrix in memory, or its transpose: element (i, j) at data[i * stride + j], or with i and j
 // exchanged.
@@ -133,15 +136,15 @@ inline void divide_left(const Matrix& m, int64_t row, int64_t k, int64_t steps, 
                   to + half * kTile * kTile, 2 * kTile * kTile, kTile);
 }
 
-// Divide `count` panels of the right matrix from the first on, to panels of `steps` steps in `to`. In
-// memory its inputs are rows, unless it is transposed.
+// Divide `count` panels of the right matrix from the first on, each of `steps` steps. In memory its
+// inputs are rows, unless it is transposed.
 inline void divide_right(const Matrix& m, int64_t first, int64_t count, int64_t k, int64_t steps,
                          float* to) {
   for (int64_t s = 0; s < steps; ++s)
     for (int64_t half = 0; half < 2 * count; ++half) {
-      const int64_t panel = first + half / 2;
-      divide_tile(m, panel * kStep + half % 2 * kTile, k + s * kStep, m.transposed, true,
-                  to + (panel * steps + s) * kStepWords + half % 2 * kTile, kTile * kPanel, kPanel);
+      const int64_t panel = half / 2, beside = half % 2 * kTile;
+      divide_tile(m, (first + panel) * kStep + beside, k + s * kStep, m.transposed, true,
+                  to + (panel * steps + s) * kStepWords + beside, kTile * kPanel, kPanel);
     }
 }
 
@@ -213,7 +216,7 @@ class Borrowed {
         idle().pop_back();
       }
     }
-    if (static_cast<int64_t>(memory_.size()) < words) memory_.resize(words);
+    if (static_cast<int64_t>(memory_.size()) < words) memory_ = std::vector<float>(words);
   }
   ~Borrowed() {
     const std::lock_guard<std::mutex> lock(mutex());
@@ -234,38 +237,47 @@ class Borrowed {
   std::vector<float> memory_;
 };
 
-// Write left [M, K] times right [K, N] to y [M, N]. Of a stretch of inputs the right matrix is
-// divided whole; a task divides some rows of the left one, which then lie near, and multiplies them
-// with one panel after the other.
+// Write left [M, K] times right [K, N] to y [M, N]. Of a stretch of inputs many panels of the right
+// matrix are divided; a task divides some rows of the left one, which then lie near, and multiplies
+// them with one panel after the other.
 void multiply_in_parts(ffi::ThreadPool& pool, const Matrix& left, const Matrix& right, int64_t M,
                        int64_t K, int64_t N, float* y) {
-  const int64_t blocks = parts_of(M, kStep), panels = parts_of(N, kStep), steps = parts_of(K, kStep);
-  Borrowed memory(panels * std::min(kLongStretch, steps) * kStepWords);
+  const int64_t blocks = parts_of(M, kStep), panels = parts_of(N, kStep);
+  const int64_t steps = parts_of(K, kStep);
+  if (!steps) std::fill(y, y + M * N, 0.0f);
+  const int64_t longest = std::max<int64_t>(1, std::min(kLongStretch, steps)) * kStepWords;
+  const int64_t together = std::min(panels, kDividedWords / longest);
+  Borrowed memory(together * longest);
   float* divided = memory.words();
-  for (int64_t s = 0; s < steps; s += kLongStretch) {
-    const int64_t stretch = std::min(kLongStretch, steps - s), words = stretch * kStepWords;
-    const double inputs = static_cast<double>(std::min(K, stretch * kStep));
-    each(pool, parts_of(panels, kStrip), 4 * inputs * N, [&](int64_t i) {
-      divide_right(right, i * kStrip, std::min(kStrip, panels - i * kStrip), s * kStep, stretch,
-                   divided);
-    });
-    const int64_t most = std::max<int64_t>(1, kNearWords / words);
-    const int64_t share = std::clamp<int64_t>(blocks / (4 * pool.num_threads()), 1, most);
-    each(pool, parts_of(blocks, share), inputs * M * N / kTile, [&](int64_t i) {
-      const int64_t first = i * share, count = std::min(share, blocks - first);
-      thread_local std::vector<float> near;
-      if (static_cast<int64_t>(near.size()) < count * words) near.resize(count * words);
-      for (int64_t b = 0; b < count; ++b)
-        divide_left(left, (first + b) * kStep, s * kStep, stretch, near.data() + b * words);
-      const TileShapes shapes;
-      for (int64_t p = 0; p < panels; ++p)
+  for (int64_t s = 0; s < steps; s += kLongStretch)
+    for (int64_t g = 0; g < panels; g += together) {
+      const int64_t stretch = std::min(kLongStretch, steps - s), words = stretch * kStepWords;
+      const int64_t group = std::min(together, panels - g);
+      const double inputs = static_cast<double>(stretch * kStep);
+      each(pool, parts_of(group, kStrip), 4 * inputs * group * kStep, [&](int64_t i) {
+        const int64_t first = i * kStrip, count = std::min(kStrip, group - first);
+        divide_right(right, g + first, count, s * kStep, stretch, divided + first * words);
+      });
+      const int64_t most = std::max<int64_t>(1, kNearWords / words);
+      const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+      const int64_t share = std::clamp<int64_t>(blocks / (4 * threads), 1, most);
+      const double work = inputs * M * group * kStep / kTile;
+      each(pool, parts_of(blocks, share), work, [&](int64_t i) {
+        const int64_t first = i * share, count = std::min(share, blocks - first);
+        thread_local std::vector<float> near;
+        if (static_cast<int64_t>(near.size()) < count * words) near.resize(count * words);
         for (int64_t b = 0; b < count; ++b)
-          block_of_parts(near.data() + b * words, divided + p * words, stretch,
-                         y + (first + b) * kStep * N + p * kStep,
-                         std::min(kStep, M - (first + b) * kStep), std::min(kStep, N - p * kStep), N,
-                         s == 0);
-    });
-  }
+          divide_left(left, (first + b) * kStep, s * kStep, stretch, near.data() + b * words);
+        const TileShapes shapes;
+        for (int64_t p = 0; p < group; ++p)
+          for (int64_t b = 0; b < count; ++b) {
+            const int64_t row = (first + b) * kStep, output = (g + p) * kStep;
+            block_of_parts(near.data() + b * words, divided + p * words, stretch,
+                           y + row * N + output, std::min(kStep, M - row),
+                           std::min(kStep, N - output), N, s == 0);
+          }
+      });
+    }
 }
 
 // Arguments: a [M, K] (or [K, M], turned), b [K, N] (or [N, K], turned). Result: a b [M, N].

@@ -11,7 +11,12 @@
 
 #include "tasks.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define HAS_AMX 1  // as GCC and newer clang say it
+#elif defined(__AMXTILE__) && defined(__AMXBF16__) && defined(__AMXINT8__)
+#define HAS_AMX 1  // as older clang does
+#endif
+#if defined(HAS_AMX) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,7 +30,7 @@ namespace {
 enum class Tiles { kPairs, kFours, kWide };
 
 constexpr int64_t kTile = 16;
-constexpr int64_t kTilesAhead = 2;  // of weights that are fetched ahead: more fill the nearest cache
+constexpr int64_t kTilesAhead = 2;  // of weights that are fetched: more fill the nearest cache
 
 // Round up to whole tiles.
 constexpr int64_t in_tiles(int64_t count) { return (count + kTile - 1) / kTile * kTile; }
@@ -80,7 +85,7 @@ class TileShapes {
   else                                \
     _tile_dpbf16ps(sum, rows, weights);
 
-// Write `count` rows of the sums [16, 32] of tiles `left` and `right`, of which `width` are outputs.
+// Write `count` rows of the sums [16, 32] of tiles `left` and `right`, `width` of them outputs.
 #define TILE_STORE(left, right, count, width, to, stride)                           \
   if ((count) >= kTile && (width) == kPanel) {                                      \
     _tile_stored(left, to, (stride) * sizeof(float));                               \
@@ -152,6 +157,7 @@ void tiled_panels(const float* x, int64_t n, const Panels& panels) {
   const TileShapes shapes;
   const int64_t depth = panels.depth, row = in_tiles(depth), each = depth * kPanel;
   std::vector<LastWords> last;
+  last.reserve(depth % kTile ? panels.count : 0);
   for (int64_t p = 0; p < panels.count && depth % kTile; ++p)
     last.emplace_back(panels.words + p * each, depth);
   for (int64_t r = 0; r < n; r += 2 * kTile)
