@@ -202,10 +202,10 @@ def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_ow
 
 
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
-    config = config_of(sampler={"attention": "ragged", "prefill_chunk": 1000})
+    config = config_of(sampler={"attention": "ragged", "prefill_chunk": 300})
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
     prefill = next(one for one in found if one.name == "prefill")
-    assert held.chunk_tokens == 1000 and held.prefill_kernel is not None
+    assert held.chunk_tokens == 300 and held.prefill_kernel is not None
     assert len(jax.tree.leaves(prefill.program.out_info)) == 1 + 2, "logits, and each layer's pages"
 
 
