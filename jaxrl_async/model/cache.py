@@ -102,8 +102,7 @@ def write_tokens(
     for layer, (g, a) in layout.places.items():
         k, v = new.k[layer], new.v[layer]
         if is_ragged(kv):
-            cells = interleaved(k, v, keys[a])
-            keys[a] = keys[a].at[pages[g], offsets].set(cells, mode="drop")
+            keys[a] = written(keys[a], k, v, pages[g], offsets)
             continue
         k, v = k.astype(keys[a].dtype), v.astype(keys[a].dtype)
         keys[a] = keys[a].at[pages[g], :, :, offsets].set(k, mode="drop")
@@ -111,15 +110,13 @@ def write_tokens(
     return PagedKV(tuple(keys), tuple(values))
 
 
-def interleaved(k: Array, v: Array, like: Array) -> Array:
-    """Interleave keys and values [n, N, K] as [n, 2 N, W]: first head's key, its value, second
-    head's key, ...
-
-    W and the number type are those of the pages `like`.
-    """
+def written(pages: Array, k: Array, v: Array, numbers: Array, offsets: Array) -> Array:
+    """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] of these numbers [n]: first
+    head's key, its value, second head's key, ... A number beyond the last is no page."""
     n, N, K = k.shape
-    pairs = jnp.stack([k, v], axis=2).reshape(n, 2 * N, K).astype(like.dtype)
-    return jnp.pad(pairs, ((0, 0), (0, 0), (0, like.shape[-1] - K)))
+    pairs = jnp.stack([k, v], axis=2).reshape(n, 2 * N, K).astype(pages.dtype)
+    cells = jnp.pad(pairs, ((0, 0), (0, 0), (0, pages.shape[-1] - K)))
+    return pages.at[numbers, offsets].set(cells, mode="drop")
 
 
 def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:

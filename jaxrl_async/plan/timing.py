@@ -131,19 +131,18 @@ def timing(
         ragged: what these compute, which their text does not tell; None: what counts is reading.
     """
     chip, cost = where.chip, done.cost
-    attention = [k for k in cost.kernels if not k.num_bytes]
-    attention += [] if ragged is None else [ragged]
+    kernels = [*cost.kernels, *(() if ragged is None else (ragged,))]
+    attention = [k for k in kernels if not k.num_bytes]
     grouped_s = sum(
         max(
             k.flops / chip.peak_flops / GROUPED_SHARE,
             k.num_bytes / chip.hbm_bytes_per_s / RAGGED_SHARE,
         )
-        for k in cost.kernels
+        for k in kernels
         if k.num_bytes
     )
-    num_bytes = cost.num_bytes + sum(k.num_bytes for k in cost.kernels)
-    flops = cost.flops + sum(k.flops for k in cost.kernels)
-    flops += 0.0 if ragged is None else ragged.flops
+    num_bytes = cost.num_bytes + sum(k.num_bytes for k in kernels)
+    flops = cost.flops + sum(k.flops for k in kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
     talk = sum(seconds.values())

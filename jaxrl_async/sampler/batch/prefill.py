@@ -64,7 +64,8 @@ class Chunk:
     @property
     def unwritten(self) -> Cells:
         """Where the tokens go that the prefill has not written there itself: all or none."""
-        return self.cells if self.args.cells is None else _no_cells(self.cells)
+        kept = None if self.args.cells is None else 0
+        return Cells(self.cells.pages[:, :kept], self.cells.offsets[:kept])
 
     def advance(self) -> list[tuple[int, Prefilling]]:
         """Note that the chunk is prefilled; return the requests that are now done, each with its
@@ -134,7 +135,7 @@ def _divided(
 def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
     """Return the few sizes for which prefills of prompts without images are compiled, ascending in
     tokens; none: each prompt's padding makes one. budget: as of plan_parts."""
-    if not (spec.cpu_attention or spec.prefills_in_pages):
+    if not spec.has_few_prefills:
         return []
     rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
     budget = min(budget, spec.total_slots * spec.max_length)
@@ -260,15 +261,11 @@ def insert_args(
     )
 
 
-def _no_cells(cells: Cells) -> Cells:
-    return Cells(cells.pages[:, :0], cells.offsets[:0])
-
-
 def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
     """Return for how many slots an insert is compiled, ascending. Where programs are to be few:
     for as many as there can be, and for a few if it is much to move as many logits for those."""
     largest = spec.total_slots
-    if not (spec.cpu_attention or spec.prefills_in_pages):
+    if not spec.has_few_prefills:
         sizes = [1]
         while sizes[-1] < largest:
             sizes.append(4 * sizes[-1])

@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
-from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import Scoring, sequences_in_a_call
-from jaxrl_async.model.moe import experts_on, id_dtype
+from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.device.arguments import (
     Block,
     DecodeArgs,
@@ -32,7 +30,7 @@ from jaxrl_async.sampler.device.arguments import (
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
-    choose_experts,
+    forward,
     of_tokens,
     ragged_kernel,
     stacked_routes,
@@ -256,20 +254,7 @@ def _forward(
         states.append(after)
         return out[:, 0]
 
-    x = decoder.flat_forward(
-        spec.model,
-        weights.params,
-        layers_with_stack(spec.room, weights.layers, weights.stack, loop.places),
-        tokens,
-        positions,
-        attend,
-        dtype=spec.dtype,
-        mixed=spec.mixed,
-        eight_bits=spec.eight_bits,
-        experts=experts_on(spec.mesh, SAMPLER_RULES),
-        choose=choose_experts(spec, chosen),
-        read=read,
-    )
+    x = forward(spec, weights, tokens, positions, attend, chosen, places=loop.places, read=read)
     out, routes = loop.out, stacked_routes(spec, chosen)
     if routes is not None:
         routes = jax.lax.dynamic_update_index_in_dim(out.routes, routes, loop.step, 1)
@@ -350,8 +335,7 @@ def _attend_pages(
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
-        new = cache.interleaved(k, v, pages[a])
-        pages[a] = pages[a].at[written[:, g], positions % G].set(new, mode="drop")
+        pages[a] = cache.written(pages[a], k, v, written[:, g], positions % G)
         scoring = decoder.scoring_of(spec.model, kinds[i])
         table, begins = recent[g]
         if scoring.window and sinks[i] is not None:

@@ -133,21 +133,18 @@ class _Results(NamedTuple):
 def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     """Return how results are divided: the decode state stays as it is, and on a mesh of several
     processes each of them has the whole of what the host reads."""
-    pages = None if state is None else state.kv
-    chosen: Any = None
     if spec.mesh is None:
         return _Results()
-    whole = NamedSharding(spec.mesh, PartitionSpec())
-    logits = Prefix(chosen, whole, chosen, chosen)  # as the state's: one insert for all prefills
-    if not spans_processes(spec.mesh):
-        return _Results(prefill_in_pages=(logits, pages), insert=state, generate=(state, None))
-    routes = whole if spec.keeps_routes else chosen
-    prefix = Prefix(chosen, chosen, routes, chosen)
+    whole, several = NamedSharding(spec.mesh, PartitionSpec()), spans_processes(spec.mesh)
+    chosen: Any = None
+    read = whole if several else chosen  # by the host
+    prefix = Prefix(chosen, chosen, read if spec.keeps_routes else chosen, chosen)
     return _Results(
-        prefill=prefix,
-        prefill_in_pages=(logits._replace(routes=routes), pages),
+        prefill=prefix if several else chosen,
+        # logits as the state has them: one insert for all prefills
+        prefill_in_pages=(prefix._replace(logits=whole), state.kv),
         insert=state,
-        generate=(state, whole),
+        generate=(state, read),
     )
 
 

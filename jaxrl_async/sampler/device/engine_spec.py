@@ -80,6 +80,11 @@ class EngineSpec:
         no states are carried along."""
         return self.ragged and not any(self.windows) and not self.model.delta
 
+    @property
+    def has_few_prefills(self) -> bool:
+        """Whether a few sizes of prefills are enough: attention costs a prompt's own tokens."""
+        return self.cpu_attention or self.prefills_in_pages
+
     def num_pages(self, tokens: int) -> int:
         """Return how many pages hold this many tokens."""
         return -(-tokens // self.page_tokens)

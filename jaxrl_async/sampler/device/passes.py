@@ -2,21 +2,56 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.mesh import SAMPLER_RULES
+from jaxrl_async.model import decoder
+from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
-from jaxrl_async.model.moe import Choose, id_dtype, noting, route
+from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.sampling import AnyArray
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
     """Return what attends to the pages themselves where EngineSpec.ragged: kernels.ragged_paged."""
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+
+
+def forward(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    token_ids: AnyArray,
+    positions: AnyArray,
+    attend: decoder.Attend,
+    chosen: list[Array],
+    *,
+    places: AnyArray | None,
+    **more: Any,
+) -> Array:
+    """Run tokens through the decoder (decoder.flat_forward, with `more` of its arguments) in the
+    spec's numbers, with each token's adapter; with keeps_routes its experts' ids are added to
+    `chosen`."""
+    return decoder.flat_forward(
+        spec.model,
+        weights.params,
+        layers_with_stack(spec.room, weights.layers, weights.stack, places),
+        token_ids,
+        positions,
+        attend,
+        dtype=spec.dtype,
+        mixed=spec.mixed,
+        eight_bits=spec.eight_bits,
+        experts=experts_on(spec.mesh, SAMPLER_RULES),
+        choose=noting(chosen) if spec.keeps_routes else route,
+        **more,
+    )
 
 
 def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
@@ -26,11 +61,6 @@ def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWe
         return weights
     layers = [{**layer, ROWS_USED: used} for layer in weights.layers]
     return weights._replace(params={**weights.params, ROWS_USED: used}, layers=layers)
-
-
-def choose_experts(spec: EngineSpec, chosen: list[Array]) -> Choose:
-    """Return how a pass chooses experts; with keeps_routes it adds their ids to `chosen`."""
-    return noting(chosen) if spec.keeps_routes else route
 
 
 def stacked_routes(spec: EngineSpec, chosen: list[Array]) -> Array | None:

@@ -9,19 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.mesh import SAMPLER_RULES
 from jaxrl_async.model import cache, decoder
-from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.model.moe import experts_on
 from jaxrl_async.sampler.device.arguments import EngineWeights, PrefillArgs, Prefix
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
-    choose_experts,
+    forward,
     of_tokens,
     ragged_kernel,
     stacked_routes,
@@ -80,20 +77,15 @@ def _computed(
     the tokens' experts with keeps_routes."""
     lengths, chosen = _without_padding(chunk), list[Array]()
     counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
-    layers = of_tokens(spec, weights, counted).layers
     last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
-    x = decoder.flat_forward(
-        spec.model,
-        weights.params,
-        layers_with_stack(spec.room, layers, weights.stack, chunk.places),
+    x = forward(
+        spec,
+        of_tokens(spec, weights, counted),
         chunk.token_ids,
         chunk.positions,
         attend,
-        dtype=spec.dtype,
-        mixed=spec.mixed,
-        eight_bits=spec.eight_bits,
-        experts=experts_on(spec.mesh, SAMPLER_RULES),
-        choose=choose_experts(spec, chosen),
+        chosen,
+        places=chunk.places,
         images=chunk.images,
         read=read,
         last=None if spec.keeps_routes else (last, lengths > 0),  # routes are of all tokens
@@ -185,8 +177,7 @@ def _attend_written(
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
-        new = cache.interleaved(k, v, pages[a])
-        pages[a] = pages[a].at[written[g], offsets].set(new, mode="drop")
+        pages[a] = cache.written(pages[a], k, v, written[g], offsets)
         scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
         return kernel(
             q,
