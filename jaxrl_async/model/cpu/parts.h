@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kStep = 2 * kTile;  // inputs of a tile, and rows or outputs of a block
 
-#if defined(HAS_TILES) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(HAS_TILES)
 
 constexpr int64_t kLongStretch = 32;  // steps that are summed before the sums go to memory
 constexpr int64_t kStepWords = 3 * kTile * kStep;  // of a step of a block, left or right
@@ -39,20 +39,6 @@ struct Matrix {
 };
 
 typedef __m512i Parts[3];
-
-inline __m512 widened(__m256i halves) {
-  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
-}
-
-// Divide 32 numbers into parts, each in 16 words of two that follow each other.
-inline void divide(__m512 first, __m512 second, Parts& parts) {
-  for (int p = 0; p < 3; ++p) {
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-    parts[p] = halves;
-    first -= widened(_mm512_castsi512_si256(halves));
-    second -= widened(_mm512_extracti64x4_epi64(halves, 1));
-  }
-}
 
 // Put the i-th of the first 16 halves beside the i-th of the last.
 inline __m512i zipped(__m512i halves) {
@@ -85,13 +71,6 @@ inline void transpose(__m512i (&w)[16]) {
     t[i + 12] = _mm512_shuffle_i32x4(c, d, 0xdd);
   }
   for (int i = 0; i < 16; ++i) w[i] = t[i];
-}
-
-// Load `count` of 16 numbers, zeros behind them.
-inline __m512 some(const float* from, int64_t count) {
-  if (count >= kTile) return _mm512_loadu_ps(from);
-  return count <= 0 ? _mm512_setzero_ps()
-                    : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
 }
 
 // Divide 32 numbers that follow each other from (i, j) on in memory; beyond the matrix they are 0.
@@ -157,16 +136,15 @@ inline void block_of_parts(const float* left, const float* right, int64_t steps,
   const bool direct = rows >= kStep && width == kPanel;
   float* to = direct ? y : sums;
   const int64_t apart = direct ? stride : kPanel, bytes = apart * sizeof(float);
+  for (int64_t r = 0; r < rows && !fresh && !direct; ++r)
+    std::memcpy(sums + r * kPanel, y + r * stride, width * sizeof(float));
+  settle();
   if (fresh) {
-    settle();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
   } else {
-    for (int64_t r = 0; r < rows && !direct; ++r)
-      std::memcpy(sums + r * kPanel, y + r * stride, width * sizeof(float));
-    settle();
     _tile_loadd(0, to, bytes);
     _tile_loadd(1, to + kTile, bytes);
     _tile_loadd(2, to + kTile * apart, bytes);
@@ -294,16 +272,12 @@ ffi::Error multiply_floats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::B
   return ffi::Error::Success();
 }
 
-inline bool multiplies_in_parts() { return has_tiles(); }
-
 #else
 
 ffi::Error multiply_floats(ffi::ThreadPool, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>,
                            ffi::ResultBuffer<ffi::F32>, bool, bool) {
   return ffi::Error::InvalidArgument("multiply: there is no matrix unit");
 }
-
-inline bool multiplies_in_parts() { return false; }
 
 #endif
 

@@ -336,34 +336,6 @@ void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
   if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
 }
 
-// Divide a row [D] into three parts of bfloat16 that sum to it, in words of pairs [3, stride].
-void divide_in_parts(const float* from, int64_t D, float* to, int64_t stride) {
-  int64_t d = 0;
-#if defined(__AVX512BF16__)
-  const auto wide = [](__m256i halves) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
-  };
-  for (; d + kLanes <= D / 2; d += kLanes) {
-    __m512 first = (__m512)load(from + 2 * d), second = (__m512)load(from + 2 * d + kLanes);
-    for (int part = 0; part < 3; ++part) {
-      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-      store(to + part * stride + d, (Lanes)halves);
-      first -= wide(_mm512_castsi512_si256(halves));
-      second -= wide(_mm512_extracti64x4_epi64(halves, 1));
-    }
-  }
-#endif
-  for (; d < (D + 1) / 2; ++d) {
-    float first = from[2 * d], second = 2 * d + 1 < D ? from[2 * d + 1] : 0.0f;
-    for (int part = 0; part < 3; ++part) {
-      const uint32_t low = half_of(first), high = half_of(second);
-      to[part * stride + d] = of_bits(low | high << 16);
-      first -= of_bits(low << 16);
-      second -= of_bits(high << 16);
-    }
-  }
-}
-
 // Return the largest of |x| [D], or NaN if one of them is none.
 inline float largest_of(const float* x, int64_t D) {
   Ints most[2]{};  // bits of numbers without their signs are ordered as the numbers are, NaN last
@@ -451,29 +423,23 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
     from = inputs.data();
   }
   Rows rows{from, count, D, nullptr, nullptr};
-  if (w.how == How::kTileWide) {
+  if (w.how == How::kTilePairs || w.how == How::kTileWide) {
+    const bool wide = w.how == How::kTileWide;
     const int64_t part = in_tiles(count) * in_tiles(words);
-    rounded.words.assign(3 * part, 0.0f);
+    rounded.words.resize(part * (wide ? 3 : 1));  // what is beyond the rows is multiplied in vain
     Rounded& out = rounded;  // of this thread
     each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
-      thread_local std::vector<float> row;
-      row.resize(3 * words);
-      divide_in_parts(from + r * D, D, row.data(), words);
-      for (int p = 0; p < 3; ++p)
-        into_tiles(row.data() + p * words, r, words, out.words.data() + p * part);
+      (wide ? divide_into_tiles<3> : divide_into_tiles<1>)(from + r * D, D, r, out.words.data(),
+                                                           part);
     });
     rows = {out.words.data(), count, 0, nullptr, nullptr};
   } else if (rounds && per == 2) {
-    const bool in_pairs = w.how != How::kWidePairs, tiled = w.how == How::kTilePairs;
-    const int64_t stride = tiled ? in_tiles(w.words) : in_pairs ? w.words : 2 * w.words;
-    rounded.words.assign((tiled ? in_tiles(count) : count) * stride, 0.0f);
+    const bool in_pairs = w.how == How::kPairs;
+    const int64_t stride = in_pairs ? w.words : 2 * w.words;
+    rounded.words.assign(count * stride, 0.0f);
     Rounded& out = rounded;  // of this thread
     each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
-      thread_local std::vector<float> row;
-      if (tiled) row.resize(w.words);
-      float* words = tiled ? row.data() : out.words.data() + r * stride;
-      round_to_halves(from + r * D, D, in_pairs, words);
-      if (tiled) into_tiles(words, r, w.words, out.words.data());
+      round_to_halves(from + r * D, D, in_pairs, out.words.data() + r * stride);
     });
     rows = {out.words.data(), count, stride, nullptr, nullptr};
   } else if (rounds && per == 4) {

@@ -16,7 +16,7 @@
 #elif defined(__AMXTILE__) && defined(__AMXBF16__) && defined(__AMXINT8__)
 #define HAS_AMX 1  // as older clang does
 #endif
-#if defined(HAS_AMX) && defined(__linux__)
+#if defined(HAS_AMX) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -78,6 +78,41 @@ class TileShapes {
   }
   ~TileShapes() { _tile_release(); }
 };
+
+// Load `count` of 16 numbers, zeros behind them.
+inline __m512 some(const float* from, int64_t count) {
+  if (count >= kTile) return _mm512_loadu_ps(from);
+  return count <= 0 ? _mm512_setzero_ps()
+                    : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+}
+
+inline __m512 widened(__m256i halves) {
+  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+}
+
+// Divide 32 numbers into parts of bfloat16, each in 16 words of two that follow each other; the
+// first part alone is the numbers rounded.
+template <int kCount>
+void divide(__m512 first, __m512 second, __m512i (&parts)[kCount]) {
+  for (int p = 0; p < kCount; ++p) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    parts[p] = halves;
+    first -= widened(_mm512_castsi512_si256(halves));
+    second -= widened(_mm512_extracti64x4_epi64(halves, 1));
+  }
+}
+
+// Put row r of numbers [D] into the tiles of its parts, `apart` words from one part to the next.
+template <int kCount>
+void divide_into_tiles(const float* row, int64_t D, int64_t r, float* tiles, int64_t apart) {
+  const int64_t words = (D + 1) / 2;
+  float* to = tiles + r / kTile * kTile * in_tiles(words) + r % kTile * kTile;
+  for (int64_t d = 0; d < words; d += kTile) {
+    __m512i parts[kCount];
+    divide(some(row + 2 * d, D - 2 * d), some(row + 2 * d + kTile, D - 2 * d - kTile), parts);
+    for (int p = 0; p < kCount; ++p) _mm512_storeu_si512(to + p * apart + d * kTile, parts[p]);
+  }
+}
 
 #define TILE_STEP(sum, rows, weights) \
   if constexpr (kind == Tiles::kFours) \
@@ -173,6 +208,9 @@ void tiled_panels(const float* x, int64_t n, const Panels& panels) {
 #else
 
 inline bool has_tiles() { return false; }
+
+template <int kCount>
+void divide_into_tiles(const float*, int64_t, int64_t, float*, int64_t) {}
 
 template <Tiles kind>
 void tiled_panels(const float*, int64_t, const Panels&) {}

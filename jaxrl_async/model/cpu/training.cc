@@ -514,7 +514,7 @@ using Whole = ffi::Buffer<ffi::S32>;
 
 }  // namespace
 
-extern "C" int jaxrl_async_multiplies_in_parts() { return multiplies_in_parts(); }
+extern "C" int jaxrl_async_multiplies_in_parts() { return has_tiles(); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_multiply, multiply_floats,
                               ffi::Ffi::Bind()
