@@ -55,8 +55,21 @@ MODELS = {
         ),
         vocab_size=4096,
     ),
+    "135M": ModelSpec.from_architecture(
+        schema.ArchitectureSection(
+            family="llama", layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp=1536
+        ),
+        vocab_size=49_152,
+    ),
+    "360M": ModelSpec.from_architecture(
+        schema.ArchitectureSection(
+            family="llama", layers=32, width=960, heads=15, kv_heads=5, head_dim=64, mlp=2560
+        ),
+        vocab_size=49_152,
+    ),
 }
-"""The decoders of the tables, float32, embeddings tied to the head; most have the first two."""
+"""The decoders of the tables, float32, embeddings tied to the head. 135M and 360M have the shapes
+and the vocabulary of SmolLM2; most tables have 135M and the first two."""
 
 PROMPT_TOKENS = 32
 
