@@ -13,6 +13,7 @@ from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.command.finding import Finding, gib
 from jaxrl_async.command.machine import Devices, disk_finding, host_memory
 from jaxrl_async.config.schema import Config, each_of, name_of
+from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.model.frozen_base import base_bytes, form_of
@@ -51,7 +52,22 @@ def _records(config: Config) -> str | None:
     return f"records in {tables[0]}" if tables else None
 
 
+def _gguf(config: Config) -> str | None:
+    settings = {
+        "model.path": config.model.path,
+        "data.tokenizer": config.data.tokenizer,
+        "teacher.path": config.teacher.path,
+        "critic.path": config.critic.path,
+        "reference.path": config.reference.path,
+        "preference.reference": config.preference.reference,
+        "reward.model": config.reward.model,
+    }
+    named = (f"{name}={path}" for name, path in settings.items() if path and is_gguf(path))
+    return next(named, None)
+
+
 EXTRAS = (
+    Extra(name="gguf", module="gguf", used_by=_gguf),
     Extra(name="reasoning_gym", module="reasoning_gym", used_by=_task("reasoning_gym")),
     Extra(name="verifiers", module="verifiers", used_by=_task("verifiers")),
     Extra(name="openenv", module="websockets", used_by=_task("openenv")),

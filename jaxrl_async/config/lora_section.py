@@ -6,6 +6,8 @@ from pydantic import Field
 
 from jaxrl_async.config.section import Section
 
+FOUR_BITS = ("nf4", "int4", "q4_1")
+"""Forms of the base in 4 bits."""
 ALL_LINEAR = "all-linear"
 """Target of every matrix of every layer, experts included; not of routers, embedding and head."""
 
@@ -30,10 +32,11 @@ class LoraSection(Section):
     init: Literal["uniform", "normal"] = "uniform"
     """How the input side begins: uniform as in PEFT, within 1 / sqrt(inputs); or normal with
     deviation 1 / rank. The output side begins at 0."""
-    base: Literal["full", "int8", "nf4", "int4"] = "full"
+    base: Literal["full", "int8", "nf4", "int4", "q4_1"] = "full"
     """What the frozen matrices are kept in, by trainer and samplers alike (QLoRA,
     arXiv:2305.14314): in model.param_dtype (full); in 8 bits with a scale for each output (int8);
-    or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4) or
-    whole numbers (int4)."""
+    or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4),
+    whole numbers (int4) or whole numbers above the group's least weight (q4_1). With group_size=32
+    the blocks of a GGUF file stay as they are: of Q4_0 (int4, q4_1), Q4_1 and Q4_K (q4_1)."""
     group_size: Annotated[int, Field(ge=2, le=65_536)] = 64
     """Most inputs that share a scale in 4 bits; groups lie within a head, and divide the inputs."""

@@ -86,8 +86,9 @@ class ArchitectureSection(Section):
 
 class ModelSection(Section):
     path: str | None = None
-    """Hugging Face directory (config.json, *.safetensors), or OWNER/NAME on the Hugging Face hub;
-    null: random weights of model.architecture."""
+    """Hugging Face directory (config.json, *.safetensors), OWNER/NAME on the Hugging Face hub, or a
+    GGUF file: FILE.gguf, or package:NAME/FILE.gguf of an installed Python package; null: random
+    weights of model.architecture."""
     architecture: ArchitectureSection = ArchitectureSection()
     """Shape of the model if path is null."""
     decoder: str | None = None

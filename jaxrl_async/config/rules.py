@@ -22,6 +22,7 @@ from jaxrl_async.config import (
     several_rules,
 )
 from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.model_section import ROUTED_FAMILIES
 from jaxrl_async.config.rule import RuleBook, as_text
 from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
@@ -416,7 +417,7 @@ def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterato
             "sampler.matmul=int8 multiplies with weights in int8, and weights.dtype=float8_e4m3fn "
             "has none. Set weights.dtype=int8 or null, or sampler.matmul=bfloat16."
         )
-    if lora.rank and lora.base in ("nf4", "int4"):
+    if lora.rank and lora.base in FOUR_BITS:
         yield (
             f"sampler.matmul=int8 multiplies with weights in int8, and model.lora.base={lora.base} "
             "has none. Set model.lora.base=int8 or full, or sampler.matmul=bfloat16."

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.config.lora_section import FOUR_BITS, LoraSection
 from jaxrl_async.config.pivot_section import PivotSection
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
@@ -270,7 +270,7 @@ OF_EVERY_JOB = (
     ),
     Use(
         ("model.lora.group_size",),
-        lambda c: c.model.lora.base in ("nf4", "int4"),
+        lambda c: c.model.lora.base in FOUR_BITS,
         "model.lora.base in 4 bits",
     ),
     Use(("data.jsonl.path", "data.jsonl.eval_path"), _reads_jsonl, "data.source=jsonl"),

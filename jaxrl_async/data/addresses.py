@@ -1,5 +1,5 @@
-"""Models and records at an address of another file system, such as gs://BUCKET/DIR: the one door to
-fsspec.
+"""Models and records that are elsewhere: at an address of another file system, such as
+gs://BUCKET/DIR, to which this is the one door to fsspec; by name on the hub; or in a GGUF file.
 
 gs://bucket/model ──list──> names, sizes, sums ──hash──> cache folder, copied into it once
 
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from jaxrl_async.data.gguf_file import is_gguf
+from jaxrl_async.data.gguf_folder import gguf_folder
 from jaxrl_async.data.hub import WANTED, is_hub_name, model_folder
 from jaxrl_async.errors import ConfigError, in_a_line
 
@@ -51,10 +53,18 @@ def is_address(path: str) -> bool:
     return ADDRESS.fullmatch(path) is not None
 
 
+def is_elsewhere(path: str) -> bool:
+    """Return whether folder_here returns another path than this."""
+    return is_address(path) or is_gguf(path) or is_hub_name(path)
+
+
 def folder_here(path: str, setting: str, kind: str = "model") -> Path:
     """Return where a model's folder is on this machine: that at an address is copied, a name of the
-    hub taken from its cache or downloaded, and any other path is returned as it is. Arguments and
-    errors as copied_here's."""
+    hub taken from its cache or downloaded, that of a GGUF file made in the cache, and any other
+    path is returned as it is. Arguments as copied_here's; raises what it and gguf_folder do."""
+    if is_gguf(path):
+        file = str(copied_here(path, setting, kind)) if is_address(path) else path
+        return gguf_folder(file, setting, cache_root())
     if is_address(path):
         return copied_here(path, setting, kind)
     return model_folder(path, setting, kind) if is_hub_name(path) else Path(path)
@@ -62,8 +72,12 @@ def folder_here(path: str, setting: str, kind: str = "model") -> Path:
 
 def argument_here(path: str, kind: str = "dataset") -> Path:
     """Return where a folder that a command names is on this machine: what lies at an address is
-    copied, of these kinds of copied_here; another path is returned as it is. Raises ConfigError."""
-    return copied_here(path, "the command's argument", kind) if is_address(path) else Path(path)
+    copied, of these kinds of copied_here, and a GGUF file has a folder in the cache; another path
+    is returned as it is. Raises what folder_here does."""
+    setting = "the command's argument"
+    if is_gguf(path):
+        return folder_here(path, setting, kind)
+    return copied_here(path, setting, kind) if is_address(path) else Path(path)
 
 
 def cache_root() -> Path:

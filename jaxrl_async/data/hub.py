@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class HubRecords:
 
 def is_hub_name(path: str) -> bool:
     """Return whether a path is owner/name, and no path of this machine."""
-    return bool(NAME.fullmatch(path)) and not os.path.exists(Path(path).parent)
+    is_name = NAME.fullmatch(path) is not None and not is_gguf(path)
+    return is_name and not os.path.exists(Path(path).parent)
 
 
 def hub_records(path: str) -> HubRecords | None:

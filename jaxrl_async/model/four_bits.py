@@ -1,12 +1,14 @@
 """Matrices in 4 bits: two codes in a byte, and a scale for each group of inputs.
 
     w [in, out], groups of g inputs  ->  packed [in / 2, out] uint8, scales [in / g, out] float32
+                                         (q4_1: [2 in / g, out], each scale before its least weight)
 
 nf4: a weight is a level of NF4 times its group's scale, the group's largest |w|; the levels are
 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, app. E). int4: a
-weight is a whole number from -8 to 7 times the scale, the largest |w| / 7.5. A byte holds in its
-low bits an input of its group's first half, in its high bits the one half a group later: a product
-then reads the bytes as two matrices, and no weight changes its place.
+weight is a whole number from -8 to 7 times the scale, the largest |w| / 7.5. q4_1: a weight is a
+whole number from 0 to 15 times the scale, plus the group's least weight, as in GGUF's Q4_1. A byte
+holds in its low bits an input of its group's first half, in its high bits the one half a group
+later: a product then reads the bytes as two matrices, and no weight changes its place.
 
     x W  =  x_first W_low + x_second W_high        W_low, W_high [in / 2, out]
 
@@ -22,7 +24,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-FourBits = Literal["nf4", "int4"]
+FourBits = Literal["nf4", "int4", "q4_1"]
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -33,6 +35,8 @@ NF4 = (
 """Levels of the codes 0 to 15, as published with the paper."""
 INT4_LARGEST = 7.5
 """Of the numbers -8 to 7 without their signs, half a step above the largest positive one."""
+STEPS = 15
+"""Between the least and the largest weight of a group in q4_1."""
 TINY = 1e-12
 """Least scale: groups of zeros stay zeros."""
 
@@ -41,33 +45,50 @@ Dot = Callable[[Array, Array], Array]
 
 
 def pack_codes(matrix: Array, kind: FourBits, group: int) -> tuple[Array, Array]:
-    """Return a matrix [..., in, out] in 4 bits: packed [..., in / 2, out], scales [..., in / group,
-    out]. group: an even divisor of `in`."""
+    """Return a matrix [..., in, out] in 4 bits: packed [..., in / 2, out], scales [..., in /
+    inputs_per_scale, out]. group: an even divisor of `in`."""
     *lead, inputs, out = matrix.shape
     groups = matrix.astype(jnp.float32).reshape(*lead, inputs // group, group, out)
+    codes, scales = _from_least(groups) if kind == "q4_1" else _from_zero(groups, kind)
+    first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=-2)
+    packed = (first | (second << 4)).reshape(*lead, inputs // 2, out)
+    return packed, scales.reshape(*lead, inputs // inputs_per_scale(kind, group), out)
+
+
+def inputs_per_scale(kind: FourBits, group: int) -> int:
+    """Return how many inputs there are for each row of scales."""
+    return group // 2 if kind == "q4_1" else group
+
+
+def _from_zero(groups: Array, kind: FourBits) -> tuple[Array, Array]:
+    """Return codes and scales of groups [..., group, out] whose levels lie around 0."""
     largest = jnp.maximum(jnp.max(jnp.abs(groups), axis=-2, keepdims=True), TINY)
     scales = largest if kind == "nf4" else largest / INT4_LARGEST
     numbers = groups / scales
     codes = _nearest(numbers) if kind == "nf4" else jnp.clip(jnp.round(numbers), -8, 7) + 8
-    first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=-2)
-    packed = (first | (second << 4)).reshape(*lead, inputs // 2, out)
-    return packed, scales.reshape(*lead, inputs // group, out)
+    return codes, scales
+
+
+def _from_least(groups: Array) -> tuple[Array, Array]:
+    """Return codes, and scales with the least weights, of groups [..., group, out]."""
+    least, largest = (of(groups, axis=-2, keepdims=True) for of in (jnp.min, jnp.max))
+    scales = jnp.maximum((largest - least) / STEPS, TINY)
+    codes = jnp.clip(jnp.round((groups - least) / scales), 0, STEPS)
+    return codes, jnp.concatenate([scales, least], axis=-2)
 
 
 def unpack_codes(packed: Array, scales: Array, kind: FourBits) -> Array:
     """Return the matrix [..., in, out] float32 that `pack` has rounded."""
-    halves = [
-        half.reshape(*scales.shape[:-1], -1, scales.shape[-1])
-        for half in _halves(packed, scales, kind)
-    ]
-    joined = jnp.concatenate(halves, axis=-2)
+    *lead, rows, out = scales.shape
+    shape = (*lead, _num_groups(rows, kind), -1, out)
+    joined = jnp.concatenate([h.reshape(shape) for h in _halves(packed, scales, kind)], axis=-2)
     return joined.reshape(*packed.shape[:-2], -1, packed.shape[-1])
 
 
 def packed_product(x: Array, packed: Array, scales: Array, kind: FourBits, dot: Dot) -> Array:
     """Return x [..., in] times a packed matrix, summed by `dot` in float32; weights are given to it
     in x's number type."""
-    groups = scales.shape[-2]
+    groups = _num_groups(scales.shape[-2], kind)
     rows = x.reshape(*x.shape[:-1], groups, 2, -1)
     low, high = _halves(packed, scales, kind)
     first, second = (rows[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
@@ -76,19 +97,28 @@ def packed_product(x: Array, packed: Array, scales: Array, kind: FourBits, dot: 
 
 def _halves(packed: Array, scales: Array, kind: FourBits) -> tuple[Array, Array]:
     """Return the weights in the low and in the high bits, [..., in / 2, out] float32 each."""
-    grouped = packed.reshape(*scales.shape[:-1], -1, scales.shape[-1]).astype(jnp.int32)
+    *lead, rows, out = scales.shape
+    groups = _num_groups(rows, kind)
+    grouped = packed.reshape(*lead, groups, -1, out).astype(jnp.int32)
+    each = scales.reshape(*lead, groups, -1, 1, out)  # q4_1: scale, least
+    least = each[..., 1, :, :] if kind == "q4_1" else 0.0
     low, high = (
-        (_level(codes, kind) * scales[..., None, :]).reshape(packed.shape)
+        (_level(codes, kind) * each[..., 0, :, :] + least).reshape(packed.shape)
         for codes in (grouped & 15, grouped >> 4)
     )
     return low, high
 
 
+def _num_groups(rows: int, kind: FourBits) -> int:
+    """Return how many groups have so many rows of scales."""
+    return rows // 2 if kind == "q4_1" else rows
+
+
 def _level(codes: Array, kind: FourBits) -> Array:
     """Return what codes stand for, float32: NF4's levels chosen bit by bit, which vector units do
     faster than they look up a table."""
-    if kind == "int4":
-        return codes.astype(jnp.float32) - 8
+    if kind != "nf4":
+        return codes.astype(jnp.float32) - (8 if kind == "int4" else 0)
     levels: list[Any] = [jnp.float32(level) for level in NF4]
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0

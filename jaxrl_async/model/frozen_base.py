@@ -2,9 +2,11 @@
 
 It is quantised once, when it is read or made; trainer and samplers hold the same numbers and
 scales, so that nothing lies between their log-probs that was not there before. Matrices of a file
-are read, quantised and dropped one layer at a time: the base is never whole in memory.
+are read, quantised and dropped one layer at a time: the base is never whole in memory. A GGUF
+file's own blocks of 4 bits are kept as they are where form and groups are theirs (gguf_blocks.py).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +23,10 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.four_bits import pack_codes
-from jaxrl_async.model.hf import open_weights
+from jaxrl_async.model.four_bits import inputs_per_scale, pack_codes
+from jaxrl_async.model.gguf_blocks import BLOCK, kept_blocks
+from jaxrl_async.model.gguf_tensors import GgufPart
+from jaxrl_async.model.hf import OpenWeights, open_weights
 from jaxrl_async.model.lora import Lora, change_of
 from jaxrl_async.model.quantize import (
     PACKED,
@@ -48,12 +52,14 @@ from jaxrl_async.model.spec import (
     weight_table,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseForm:
     """In which form the matrices of a frozen base are kept."""
 
-    kind: Literal["int8", "nf4", "int4"]
+    kind: Literal["int8", "nf4", "int4", "q4_1"]
     group: int  # most inputs that share a scale in 4 bits; int8 has one for each output
 
     @property
@@ -83,10 +89,15 @@ def _packed_table(table: dict[str, Weight], form: BaseForm) -> dict[str, Weight]
     layers = dict(table)
     for name, weight in table.items():
         if is_matrix(name, weight):
-            group = group_of(name, weight, form.group)
             layers[name] = _with_inputs(weight, 2)
-            layers[name + form.ending] = replace(_with_inputs(weight, group), init="ones")
+            layers[name + form.ending] = replace(_scales_of(name, weight, form), init="ones")
     return layers
+
+
+def _scales_of(name: str, weight: Weight, form: BaseForm) -> Weight:
+    """Return a matrix with a row for each row of its scales in 4 bits. Raises ConfigError."""
+    assert form.kind != "int8"
+    return _with_inputs(weight, inputs_per_scale(form.kind, group_of(name, weight, form.group)))
 
 
 def _with_inputs(weight: Weight, parts: int) -> Weight:
@@ -187,23 +198,54 @@ def read_base(
     """
     table = weight_table(spec)
     where = _placed(base_table(table, form), mesh)
+    kept = []  # for each matrix of a layer: are its blocks the file's own?
     with open_weights(Path(folder), table) as read:
+
+        def matrix(name: str, one: Weight) -> Array | dict[str, np.ndarray]:
+            blocks = _kept(name, one, form, read)
+            kept.append(blocks is not None)
+            return read(one, _placed(one, mesh), dtype) if blocks is None else blocks
 
         def stack_of(weights: dict[str, Weight], places: Any) -> dict[str, Array]:
             layers: dict[str, Array] = {}
             for name, weight in weights.items():
                 if is_matrix(name, weight):
-                    parts = (read(one, _placed(one, mesh), dtype) for one in _one_by_one(weight))
+                    parts = map(partial(matrix, name), _one_by_one(weight))
                     placed = {part: places[part] for part in (name, name + form.ending)}
                     layers |= _stacked(partial(_in_form, name, form=form), weight, parts, placed)
                 else:
                     layers[name] = read(weight, places[name], dtype)
             return layers
 
-        return {
+        base = {
             name: stack_of(part, where[name]) if is_stack(name) else read(part, where[name], dtype)
             for name, part in table.items()
         }
+    if any(kept):
+        num = f"{sum(kept)} of {len(kept)}"
+        log.info("%s: %s matrices keep the file's own blocks of 4 bits", folder, num)
+    return base
+
+
+def _kept(
+    name: str, weight: Weight, form: BaseForm, read: OpenWeights
+) -> dict[str, np.ndarray] | None:
+    """Return a layer's matrix from the blocks of 4 bits of a GGUF file, by name as _in_form does;
+    None: it is not in such blocks of this form."""
+    if form.kind == "int8" or group_of(name, weight, form.group) != BLOCK:
+        return None
+    rows = slice(None) if weight.hf_rows is None else slice(*weight.hf_rows)
+    parts = [tensor.file for tensor in read.stored(weight)]
+    if weight.hf_columns is not None or not all(isinstance(part, GgufPart) for part in parts):
+        return None
+    blocks = [kept for p in parts if (kept := kept_blocks(p, rows, form.kind)) is not None]
+    if len(blocks) < len(parts):
+        return None
+    packed, scales = (np.stack(each) for each in zip(*blocks, strict=True))
+    return {
+        name: packed.reshape(_with_inputs(weight, 2).shape),
+        name + form.ending: scales.reshape(_scales_of(name, weight, form).shape),
+    }
 
 
 def _placed(table: Any, mesh: Mesh | None) -> Any:
@@ -228,7 +270,7 @@ def _of_one(weight: Weight, stacked: int = 1) -> Weight:
 def _stacked(
     made: Callable[..., dict[str, Array]],
     weight: Weight,
-    parts: Iterator[Array],
+    parts: Iterator[Array | dict[str, np.ndarray]],
     placed: Any,
 ) -> dict[str, Array]:
     """Stack what is made of a matrix's layers, one after the other.
@@ -236,13 +278,13 @@ def _stacked(
     Args:
         made: returns values and scales of a matrix (`weight`, `array`).
         weight: the stacked matrix.
-        parts: its layers.
+        parts: its layers, or values and scales that were made before.
         placed: shardings of the stacked values and scales.
     """
     one = _of_one(weight)
 
-    def put(stacks: dict[str, Array], array: Array, layer: Array) -> dict[str, Array]:
-        of_layer = made(weight=one, array=array)
+    def put(stacks: dict[str, Array], array: Any, layer: Array) -> dict[str, Array]:
+        of_layer = array if isinstance(array, dict) else made(weight=one, array=array)
         return {part: stack.at[layer].set(of_layer[part]) for part, stack in stacks.items()}
 
     whole = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
@@ -267,7 +309,7 @@ def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[st
     packed, scales = pack_codes(flat, form.kind, group)
     return {
         name: packed.reshape(_with_inputs(weight, 2).shape),
-        name + form.ending: scales.reshape(_with_inputs(weight, group).shape),
+        name + form.ending: scales.reshape(_scales_of(name, weight, form).shape),
     }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 from safetensors.numpy import save_file
 
+from jaxrl_async.data.gguf_folder import gguf_of
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
@@ -51,8 +52,21 @@ IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and no model uses."""
 DRAFTS = "mtp."
 """Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
-ReadWeight = Callable[[Weight, Any, Any], Array]
-"""(weight, its sharding, dtype) -> the weight on its devices."""
+
+
+class OpenWeights:
+    """The open files of a directory, which read one weight at a time."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, weight: Weight, sharding: Any, dtype: Any) -> Array:
+        """Return a weight on its devices."""
+        return _load(weight, self._tensors, sharding, dtype)
+
+    def stored(self, weight: Weight) -> list[StoredTensor]:
+        """Return the tensors of a weight: one, or one per layer and expert, in their order."""
+        return [self._tensors[name] for name in _names(weight)]
 
 
 class Beside(NamedTuple):
@@ -68,8 +82,10 @@ def load_spec(folder: Path) -> ModelSpec:
     if not folder.exists():
         raise CheckpointError(
             f"{folder}: there is no such folder; it is looked for from {Path.cwd()}. Give the "
-            "directory of a Hugging Face model, or its name on the hub, OWNER/NAME."
+            "directory of a Hugging Face model, its name on the hub, OWNER/NAME, or FILE.gguf."
         )
+    if not file.exists() and (files := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(f"{file}: not found. Give the path of a GGUF file: {files[0]}.")
     return spec_from_hf(read_json(file), str(file))
 
 
@@ -123,7 +139,8 @@ def load_params(
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights. Raises CheckpointError."""
-    return [folder / name for name in file_names(folder, SINGLE)]
+    file = gguf_of(folder)
+    return [folder / name for name in file_names(folder, SINGLE)] if file is None else [file]
 
 
 def load_weights(
@@ -152,13 +169,13 @@ def load_weights(
 
 
 @contextmanager
-def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[ReadWeight]:
+def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[OpenWeights]:
     """Open a directory whose tensors are those of a table, compared as load_weights does; yield
     what reads one weight, or one layer of it under its name in the file. Raises CheckpointError."""
     with ExitStack() as files:
         tensors = open_tensors(folder, files, _wanted(table), single)
         _check(folder, table, tensors)
-        yield lambda weight, sharding, dtype: _load(weight, tensors, sharding, dtype)
+        yield OpenWeights(tensors)
 
 
 def save_params(

@@ -90,7 +90,7 @@ class Policy:
         and ConfigError for a name of the hub that is neither cached nor to be had.
 
         Args:
-            folder: the directory, or owner/name on the Hugging Face hub.
+            folder: the directory, owner/name on the Hugging Face hub, or FILE.gguf.
             mesh: where the weights lie; None: on the default device.
             rules: how each logical axis is sharded there.
             dtype: of the weights.

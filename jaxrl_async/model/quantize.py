@@ -35,7 +35,11 @@ from jaxrl_async.model.spec import (
 
 Kind = Literal["int8", "float8_e4m3fn"]
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-PACKED: dict[FourBits, str] = {"nf4": "_nf4" + SCALE, "int4": "_int4" + SCALE}
+PACKED: dict[FourBits, str] = {
+    "nf4": "_nf4" + SCALE,
+    "int4": "_int4" + SCALE,
+    "q4_1": "_q4_1" + SCALE,
+}
 """Endings of the names of the scales of matrices in 4 bits."""
 
 

@@ -2,6 +2,7 @@
 
     files ─► tensors ─► those in MXFP4 or FP8 as what they stand for (mxfp4.py, fp8.py)
           ─► the text part of a model with images ─► experts one by one (joined_experts.py)
+    a GGUF file ─► its tensors by the names of Hugging Face files (gguf_tensors.py)
 
 Nothing is read but headers: a tensor reads itself, in part if wanted.
 """
@@ -16,8 +17,10 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from jaxrl_async.data.gguf_folder import gguf_of
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.fp8 import SCALE_OF, Fp8Tensor, block_of, fp8_names, number_of
+from jaxrl_async.model.gguf_tensors import open_gguf
 from jaxrl_async.model.joined_experts import OneExpert, one_of, places
 from jaxrl_async.model.mxfp4 import (
     BLOCKS,
@@ -112,9 +115,11 @@ def open_tensors(
     Args:
         folder: the Hugging Face directory.
         files: closes them.
-        wanted: the names that experts must have.
+        wanted: the names that tensors must have, with their shapes.
         single: name of the file if it is one.
     """
+    if (file := gguf_of(folder)) is not None:
+        return _of_gguf(file, wanted)
     tensors = _in_numbers(folder, _made_whole(open_files(folder, files, single)))
     return _one_by_one(_text_part(tensors), wanted)
 
@@ -138,6 +143,14 @@ def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredT
             ) from None
         tensors |= {name: StoredTensor(stored, file, name, path) for name, stored in header.items()}
     return tensors
+
+
+def _of_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of a GGUF file as the numbers that they stand for. Raises
+    CheckpointError."""
+    parts = open_gguf(path, wanted)
+    stored = {n: Stored(dtype="F32", shape=part.shape, begin=0, end=0) for n, part in parts.items()}
+    return {name: StoredTensor(stored[name], part, name, path) for name, part in parts.items()}
 
 
 def _made_whole(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

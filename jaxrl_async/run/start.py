@@ -14,7 +14,7 @@ from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.several import merged, runs_of
-from jaxrl_async.data.addresses import folder_here, is_address
+from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.scorers.rewards import find_reward
@@ -51,8 +51,8 @@ def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
 def with_hub_folders(config: Config) -> Config:
     """Return the configuration with folders in place of owner/name: of models and tokenizers of the
     Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too, and
-    what lies at an address (gs://...) is copied here. Raises ConfigError within seconds where
-    neither can be had."""
+    what lies at an address (gs://...) is copied here; a GGUF file has a folder in the cache. Raises
+    ConfigError within seconds where these cannot be had."""
     if fetched := _fetched(config):
         config = Config.model_validate(merged(config.model_dump(), fetched))
     if not config.runs:
@@ -72,7 +72,7 @@ def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for setting, path, kind in _read(config):
-        if is_address(path) or (kind != "dataset" and is_hub_name(path)):
+        if is_address(path) or (kind != "dataset" and is_elsewhere(path)):
             _put(tree, setting.split("."), folder_here(path, of_run + setting, kind))
         elif kind == "dataset" and (records := hub_records(path)) is not None:
             records_folder(records, of_run + setting)

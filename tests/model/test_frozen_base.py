@@ -43,7 +43,7 @@ from jaxrl_async.model.spec import weight_table
 
 DENSE = tiny_spec(40, layers=2, mlp=24, tied=False)
 ROUTED = tiny_spec(40, layers=2, mlp=24, tied=False, family="qwen3_moe", experts=4)
-KINDS = ("int8", "nf4", "int4")
+KINDS = ("int8", "nf4", "int4", "q4_1")
 
 
 def base_of(spec, kind, params, mesh=None):
@@ -71,6 +71,20 @@ def test_each_weight_is_the_nearest_level_times_its_groups_scale(kind):
     levels = levels[:, None] * np.abs(groups).max(axis=2, keepdims=True)
     nearest = np.abs(groups - levels).min(axis=3)  # a tie may be rounded either way
     got = np.asarray(unpack_codes(packed, scales, kind), np.float64).reshape(3, 4, 8, 5)
+    np.testing.assert_allclose(np.abs(got - groups[:, :, :, 0]), nearest, atol=1e-6)
+
+
+def test_in_q4_1_each_weight_is_the_nearest_of_sixteen_levels_above_the_least():
+    """Against float64 NumPy, level by level."""
+    matrix = np.random.default_rng(0).normal(size=(3, 32, 5)).astype(np.float32) + 2
+    matrix[0, :8, 0] = -0.25
+    packed, scales = pack_codes(jnp.asarray(matrix), "q4_1", 8)
+    assert packed.shape == (3, 16, 5) and scales.shape == (3, 8, 5)
+    groups = matrix.astype(np.float64).reshape(3, 4, 8, 1, 5)
+    least, largest = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
+    levels = least + np.arange(16)[:, None] / 15 * (largest - least)
+    nearest = np.abs(groups - levels).min(axis=3)
+    got = np.asarray(unpack_codes(packed, scales, "q4_1"), np.float64).reshape(3, 4, 8, 5)
     np.testing.assert_allclose(np.abs(got - groups[:, :, :, 0]), nearest, atol=1e-6)
 
 

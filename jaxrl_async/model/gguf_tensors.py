@@ -1,0 +1,122 @@
+"""The tensors of a GGUF file by their Hugging Face names, each read when it is asked for.
+
+    wanted name ──gguf's table──> llama.cpp's name ──> rows in their order ──> float32 ──> less 1?
+
+llama.cpp keeps the experts of a layer in one tensor, the rows of queries and keys of some families
+in another order (gguf_config.Architecture), and 1 + weight of Gemma's norms.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.data.gguf_config import EXTRA_TENSORS, architecture_of
+from jaxrl_async.data.gguf_file import GgufFile, GgufTensor, gguf_name, numbers_of, read_gguf
+
+ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
+QUERIES, KEYS = re.compile(r".+\.attn_q\.(weight|bias)"), re.compile(r".+\.attn_k\.(weight|bias)")
+MERGED = {".block_sparse_moe.": ".feed_forward.", "model.layers.": "layers."}
+"""What Mixtral's names of experts become in gguf's table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufPart:
+    """One tensor as Hugging Face files have it: a GGUF tensor, or one expert of it."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    expert: int | None = None
+    order: np.ndarray | None = None  # [rows] where each row is in the file; None: in its place
+    offset: float = 0.0  # is added
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Return all of it, float32."""
+        return self[:]
+
+    def get_slice(self, name: str) -> "GgufPart":
+        """Return what is indexed by rows."""
+        return self
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Return rows, float32; no others are read."""
+        return self.of_rows(rows, numbers_of(self.tensor.kind, self.stored(rows))) + self.offset
+
+    def stored(self, rows: slice) -> np.ndarray:
+        """Return rows as they are stored, in Hugging Face's order."""
+        data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+        data = data[None] if data.ndim < len(self.shape) else data
+        return data[rows if self.order is None else self.order[rows]]
+
+    def of_rows(self, rows: slice, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of these rows in their shape."""
+        return numbers.reshape(len(range(*rows.indices(self.shape[0]))), *self.shape[1:])
+
+
+def open_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, GgufPart]:
+    """Return the tensors of a file by the wanted names, and those that are not wanted by their own.
+    Raises CheckpointError.
+
+    wanted: the shapes of a model's tensors by their Hugging Face names.
+    """
+    file = read_gguf(path)
+    orders = _orders(file)
+    found, used = {}, set(EXTRA_TENSORS)
+    for name, shape in wanted.items():
+        theirs, expert = _place(file, name)
+        if theirs in file.tensors:
+            assert theirs is not None
+            used.add(theirs)
+            found[name] = _part(file, theirs, expert, orders.get(theirs), shape)
+    rest = {name: _part(file, name, None, None, None) for name in file.tensors.keys() - used}
+    return found | rest
+
+
+def _place(file: GgufFile, name: str) -> tuple[str | None, int | None]:
+    """Return llama.cpp's name of a tensor, and which expert of it is meant."""
+    layers = file.whole("block_count")
+    match = ONE_EXPERT.fullmatch(name)
+    if match is None:
+        return gguf_name(file.architecture, layers, name), None
+    merged = f"{match[1]}.experts.{match[3]}.weight"
+    for old, new in MERGED.items() if ".block_sparse_moe." in merged else ():
+        merged = merged.replace(old, new)
+    return gguf_name(file.architecture, layers, merged), int(match[2])
+
+
+def _part(
+    file: GgufFile,
+    theirs: str,
+    expert: int | None,
+    order: np.ndarray | None,
+    wanted: tuple[int, ...] | None,
+) -> GgufPart:
+    """Return a tensor, or one expert of it; wanted: its shape in Hugging Face files, if known."""
+    tensor = file.tensors[theirs]
+    shape = tensor.shape if expert is None else tensor.shape[1:]
+    if wanted == (1, *shape):  # llama.cpp drops the dimension
+        shape = wanted
+    offset = -1.0 if architecture_of(file).offset_norms and theirs.endswith("norm.weight") else 0.0
+    return GgufPart(tensor=tensor, shape=shape, expert=expert, order=order, offset=offset)
+
+
+def _orders(file: GgufFile) -> dict[str, np.ndarray]:
+    """Return where the rows of queries and keys are whose order differs, by the tensors' names."""
+    if not architecture_of(file).pairs_neighbours:
+        return {}
+    queries = file.whole("attention.head_count")
+    keys = file.whole("attention.head_count_kv", queries)
+    return dict(_of_heads(file.tensors, queries, keys))
+
+
+def _of_heads(
+    tensors: Mapping[str, GgufTensor], queries: int, keys: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, tensor in tensors.items():
+        for pattern, heads in ((QUERIES, queries), (KEYS, keys)):
+            if pattern.fullmatch(name) and tensor.shape[0] % (2 * heads) == 0:
+                rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2)
+                yield name, rows.swapaxes(1, 2).reshape(-1)
