@@ -16,6 +16,23 @@ def version_of(package: str) -> str:
         return ""
 
 
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of memory that this process may have, and those that are free. Raises
+    OSError where the system does not say (it is not Linux)."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total, free = table["MemTotal"], table["MemAvailable"]
+    try:  # a container's limit
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return total, free
+    used -= int(stat.get("inactive_file", 0))  # of files that were read, given up when asked for
+    return min(total, limit), max(0, min(free, limit - used))
+
+
 def has_tpu() -> bool:
     """Return whether TPU chips are attached, of a generation that this version of JAX knows or
     not."""

@@ -19,7 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
-from jaxrl_async.host import TPU_FILES, has_tpu, version_of
+from jaxrl_async.host import TPU_FILES, has_tpu, host_memory, version_of
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
@@ -261,20 +261,6 @@ def compiler_finding() -> Finding:
             "ok",
             f"samplers and updates on this CPU compute by XLA's programs alone: {error}",
         )
-
-
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may have, and those that are free."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total, free = table["MemTotal"], table["MemAvailable"]
-    try:  # a container's limit
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return total, free
-    return min(total, limit), max(0, min(free, limit - used))
 
 
 def disk_finding(folder: Path, needed: float, what: str) -> Finding:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.command.finding import Finding, gib
-from jaxrl_async.command.machine import Devices, disk_finding, host_memory
+from jaxrl_async.command.machine import Devices, disk_finding
 from jaxrl_async.config.schema import Config, each_of, name_of
 from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
+from jaxrl_async.host import host_memory
 from jaxrl_async.model.frozen_base import base_bytes, form_of
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights

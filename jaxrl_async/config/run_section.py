@@ -128,4 +128,4 @@ class MetricsSection(Section):
     few shows the trainer's log-probs beside the sampler's."""
     peak_flops: float | None = Field(None, gt=0)
     """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
-    product."""
+    product; an update that is faster than it is the peak from then on."""

@@ -67,7 +67,12 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         Last,
         ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn per second of wall time."),
         ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt per second of wall time."),
-        ("throughput/mfu", "share", "Model FLOP of the step / (time/train_s x peak FLOP/s)."),
+        (
+            "throughput/mfu",
+            "share",
+            "Model FLOP of the step / (time/train_s x peak FLOP/s): adapters count, padding and "
+            "what a shared prefix saves do not, nor the head for tokens that are not learnt.",
+        ),
     ),
     *timed(
         Last,

@@ -59,8 +59,8 @@ UNROLL = 4
 SMALL_LAYER = 2**20
 """Weights up to which a layer is small: its products take so little time that turns of the loop
 matter. Several larger layers in a turn only cost compile time and memory: of 135 million weights in
-30 layers, 4 in a turn took 7.6 s to compile and 4.7 GB of temporaries for 1,536 tokens on a CPU, and
-1 takes 2.2 s and 2.7 GB for the same time of computation."""
+30 layers, 4 in a turn took 7.6 s to compile and 4.7 GB of temporaries for 1,536 tokens on a CPU;
+1 takes 2.2 s and 2.7 GB, and computes for as long."""
 
 
 PACKED_HEAD = "packed_head"
@@ -87,14 +87,16 @@ class TokenRows(NamedTuple):
     an image see each other in both directions. None: there are no images."""
     embeddings: Array | None = None
     """[B, T, D] float32, what stands in place of the looked up embeddings of images' tokens."""
+    wanted: Array | None = None
+    """[B, T] bool, the tokens whose log-probs are read. None: all."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, Array]) -> "TokenRows":
+    def of(cls, columns: Mapping[str, Array], wanted: Array | None = None) -> "TokenRows":
         """Return the rows in a batch's columns, by their names."""
         kept, expert_ids = columns.get("kept"), columns.get("expert_ids")
         tokens = (columns["token_ids"], columns["positions"], columns["segment_ids"])
         images = (columns.get("image_begins"), columns.get("embeddings"))
-        return cls(*tokens, kept, expert_ids, *images)
+        return cls(*tokens, kept, expert_ids, *images, wanted)
 
 
 class Routed(NamedTuple):

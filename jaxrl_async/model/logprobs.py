@@ -7,6 +7,7 @@ DeepSeek-V3.2, arXiv:2512.02556).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -57,19 +58,195 @@ def chunked_logprobs(
     at once on a device in either pass.
     """
 
+    how = HeadSettings(chunk, temperature, scales, cpu_kernels, in_parts)
+
     def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
-        logits = logits_of(x, head, scales, in_parts=in_parts) / temperature
-        if bits is not None:
-            logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
-        if cpu_kernels:
-            return chosen(logits, target)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-        return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], entropy
+        return _results(how, x, head, target, bits)
 
     inputs = (hidden, targets, kept)
     logprobs, entropy = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
     return logprobs, entropy
+
+
+class HeadSettings(NamedTuple):
+    """How `wanted_logprobs` computes; as chunked_logprobs' arguments."""
+
+    chunk: int
+    temperature: float = 1.0
+    scales: Scales = UNSCALED
+    cpu_kernels: bool = False
+    in_parts: bool = False
+
+
+def wanted_logprobs(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    wanted: Array,
+    how: HeadSettings,
+    kept: Array | None = None,
+) -> tuple[Array, Array]:
+    """Return what `chunked_logprobs` does for the tokens that are wanted [tokens] bool, 0 for the
+    others: on one device, where a program can stop as soon as all of them are computed.
+
+    The backward pass computes a chunk's logits again, unless the head is frozen: then the forward
+    pass keeps each token's gradient [tokens, D] of its log-prob, which the backward pass scales.
+    """
+    hidden, head, targets, wanted = map(jnp.asarray, (hidden, head, targets, wanted))
+    kept = None if kept is None else jnp.asarray(kept)
+    order = jnp.argsort(~wanted, stable=True)
+    return _wanted(how, hidden, head, targets, kept, _Wanted(wanted, order, jnp.sum(wanted)))
+
+
+class _Wanted(NamedTuple):
+    """Which tokens are wanted."""
+
+    each: Array  # [tokens] bool
+    order: Array  # [tokens] int32, the wanted ones first
+    number: Array  # [] int32
+
+    def chunk(self, index: Array, size: int) -> Array:
+        """Return the tokens of a chunk, [size] int32; beyond the last one any."""
+        padded = jnp.pad(self.order, (0, -len(self.order) % size))
+        return jax.lax.dynamic_slice_in_dim(padded, index * size, size)
+
+    def back(self, values: Array) -> Array:
+        """Return values [>= tokens, ...] in this order as they were before it, 0 where nothing is
+        wanted."""
+        found = values[jnp.argsort(self.order)]
+        wide = self.each.reshape(-1, *(1 for _ in found.shape[1:]))
+        return jnp.where(wide, found, jnp.zeros((), found.dtype))
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of `_wanted` reads."""
+
+    hidden: Array
+    head: Array
+    targets: Array
+    kept: Array | None
+    wanted: _Wanted
+    slopes: Array | None  # [tokens, D] gradient of each log-prob; None: the head learns, too
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wanted(
+    how: HeadSettings,
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    kept: Array | None,
+    wanted: _Wanted,
+) -> tuple[Array, Array]:
+    return _forward(how, _Kept(hidden, head, targets, kept, wanted, None), slopes=False)[0]
+
+
+def _wanted_forward(how: HeadSettings, *given: Any) -> tuple[tuple[Array, Array], _Kept]:
+    learns = given[1].perturbed  # the head
+    hidden, head, targets, kept, wanted = jax.tree.map(
+        lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    read = _Kept(hidden, head, targets, kept, wanted, None)
+    results, slopes = _forward(how, read, slopes=not learns)
+    return results, read._replace(slopes=slopes)
+
+
+def _forward(
+    how: HeadSettings, of: _Kept, *, slopes: bool
+) -> tuple[tuple[Array, Array], Array | None]:
+    """Return log-probs and entropies, and the slopes if asked for."""
+    size, number = _even_chunk(len(of.targets), how.chunk)
+
+    def body(index: Array, done: Any) -> Any:
+        x, one_chunk = _chunk_of(how, of, index, size)
+        if not slopes:
+            new = (*one_chunk(x, of.head), None)
+        else:
+            results, back = jax.vjp(lambda x: one_chunk(x, of.head), x)
+            (slope,) = back((jnp.ones_like(results[0]), jnp.zeros_like(results[1])))
+            new = (*results, slope)
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index * size, 0),
+            done,
+            new,
+        )
+
+    each = jnp.zeros(size * number, jnp.float32)
+    rows = jnp.zeros((size * number, of.hidden.shape[1]), of.hidden.dtype) if slopes else None
+    chunks = -(-of.wanted.number // size)
+    logprobs, entropy, kept = jax.lax.fori_loop(0, chunks, body, (each, each, rows))
+    back = of.wanted.back
+    return (back(logprobs), back(entropy)), None if kept is None else back(kept)
+
+
+def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...]:
+    nothing = jax.custom_derivatives.SymbolicZero
+    to_logprobs, to_entropy = grads
+    if of.slopes is not None and isinstance(to_entropy, nothing):
+        if isinstance(to_logprobs, nothing):
+            return None, None, None, None, None
+        grad = (to_logprobs[:, None] * of.slopes).astype(of.hidden.dtype)
+        return grad, None, None, None, None
+    to_logprobs, to_entropy = (
+        jnp.zeros(g.shape, g.dtype) if isinstance(g, nothing) else g for g in grads
+    )
+    size, number = _even_chunk(len(of.targets), how.chunk)
+    learns = of.slopes is None
+
+    def body(index: Array, done: Any) -> Any:
+        x, one_chunk = _chunk_of(how, of, index, size)
+        tokens = of.wanted.chunk(index, size)
+        real = jnp.arange(size) + index * size < of.wanted.number
+        given = tuple(jnp.where(real, g[tokens], 0.0) for g in (to_logprobs, to_entropy))
+        of_hidden, of_head = done
+        if learns:
+            dx, dhead = jax.vjp(one_chunk, x, of.head)[1](given)
+            of_head = of_head + dhead.astype(jnp.float32)
+        else:
+            (dx,) = jax.vjp(lambda x: one_chunk(x, of.head), x)[1](given)
+        return jax.lax.dynamic_update_slice_in_dim(of_hidden, dx, index * size, 0), of_head
+
+    rows = jnp.zeros((size * number, of.hidden.shape[1]), of.hidden.dtype)
+    start = (rows, jnp.zeros(of.head.shape, jnp.float32) if learns else None)
+    chunks = -(-of.wanted.number // size)
+    of_hidden, of_head = jax.lax.fori_loop(0, chunks, body, start)
+    of_head = None if of_head is None else of_head.astype(of.head.dtype)
+    return of.wanted.back(of_hidden), of_head, None, None, None
+
+
+_wanted.defvjp(_wanted_forward, _wanted_backward, symbolic_zeros=True)
+
+
+def _chunk_of(
+    how: HeadSettings, of: _Kept, index: Array, size: int
+) -> tuple[Array, Callable[[Array, Array], tuple[Array, Array]]]:
+    """Return a chunk's hidden states, 0 beyond the wanted ones, and what computes its results of
+    them and the head."""
+    tokens = of.wanted.chunk(index, size)
+    bits = None if of.kept is None else of.kept[tokens]
+    real = jnp.arange(size) + index * size < of.wanted.number
+    x = jnp.where(real[:, None], of.hidden[tokens], jnp.zeros((), of.hidden.dtype))
+    return x, lambda x, head: _results(how, x, head, of.targets[tokens], bits)
+
+
+def _even_chunk(tokens: int, chunk: int) -> tuple[int, int]:
+    """Return the length of equal chunks of at most `chunk` tokens, and their number."""
+    number = -(-tokens // chunk)
+    return -(-tokens // number), number
+
+
+def _results(
+    how: HeadSettings, x: Array, head: Array, targets: Array, bits: Array | None
+) -> tuple[Array, Array]:
+    """Return the log-probs of targets [n] and the entropies [n], given hidden states [n, D]."""
+    logits = logits_of(x, head, how.scales, in_parts=how.in_parts) / how.temperature
+    if bits is not None:
+        logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
+    if how.cpu_kernels:
+        return chosen(logits, targets)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    return jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0], entropy
 
 
 def blocked_logprobs(
@@ -211,7 +388,8 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> TokenLogprobs:
-    """Return each token's log-prob, and the entropy of the distribution that it is drawn from."""
+    """Return each token's log-prob, and the entropy of the distribution that it is drawn from; on
+    one device 0 where nothing reads them (TokenRows.wanted)."""
     layout, chunk, temperature = settings.layout, settings.chunk, settings.temperature
     kept, segment_ids = tokens.kept, tokens.segment_ids
     hidden, changed, load = token_states(spec, params, tokens, settings)
@@ -219,7 +397,20 @@ def token_logprobs(
     if kept is None and layout.shares_weights:
         vocab, count = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
         blocks = vocab_blocks(vocab, count // layout.token_ways(count), chunk)
-    if blocks is not None:
+    if layout.token_ways(hidden.shape[0]) == 1 and blocks is None:
+        follows = tokens.segment_ids[:, 1:] == tokens.segment_ids[:, :-1]
+        read = follows & (tokens.segment_ids[:, 1:] > 0)
+        if tokens.wanted is not None:
+            read &= tokens.wanted[:, 1:]
+        logprobs, entropy = wanted_logprobs(
+            hidden,
+            output_head(spec, params, layout),
+            targets,
+            layout.flat(jnp.pad(read, ((0, 0), (0, 1)))),
+            HeadSettings(chunk, temperature, spec.scales, settings.cpu_kernels, settings.in_parts),
+            None if kept is None else after(kept, layout),
+        )
+    elif blocks is not None:
         logprobs, entropy = blocked_logprobs(
             hidden,
             output_head(spec, params),

@@ -23,7 +23,12 @@ from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
-from jaxrl_async.run.builders.learning import base_of, make_learner, warm_started
+from jaxrl_async.run.builders.learning import (
+    base_of,
+    make_learner,
+    warm_started,
+    with_shared_prefixes,
+)
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
 from jaxrl_async.run.builders.rehearsal import Rehearsal
 from jaxrl_async.run.builders.rollouts import (
@@ -177,7 +182,9 @@ def connect(
 
     shared: of one of several runs; None: this run is alone.
     """
-    config, inputs, paths, policy = begun.config, begun.inputs, begun.paths, begun.policy
+    inputs, paths, policy = begun.inputs, begun.paths, begun.policy
+    trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
+    config = with_shared_prefixes(begun.config, policy.spec, trainers, images=images)
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
     sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"

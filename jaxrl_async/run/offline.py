@@ -189,7 +189,6 @@ def sft(
             learning(config, slices, policy.lora),
             learning_rate=config.algorithm.learning_rate,
             total_steps=config.run.steps,
-            advises=True,
         ),
         pack=functools.partial(
             pack_pairs, row_length=config.row_length, images=policy.tokenizer.images

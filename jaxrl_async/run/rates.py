@@ -55,7 +55,8 @@ class Observer:
 
         Args:
             read: reads the counters of all parts.
-            peak_flops: of the whole trainer slice, FLOP/s.
+            peak_flops: of the whole trainer slice, FLOP/s; an update that is faster says that it
+                was measured beside other work, and is the peak from then on.
             share: sends this process's rates to all; returns those of all.
         """
         self._read, self._peak_flops, self._share = read, peak_flops, share
@@ -70,6 +71,7 @@ class Observer:
         flops = metrics.pop("train/flops", None)
         if flops is not None:
             train_s = max(metrics["time/train_s"], 1e-9)
+            self._peak_flops = max(self._peak_flops, flops / train_s)
             metrics["throughput/mfu"] = flops / (self._peak_flops * train_s)
             metrics["throughput/trained_tokens_per_s"] = metrics["train/tokens"] / wall_s
         metrics["time/elapsed_s"] = self._last.at_s - self._first.at_s
@@ -237,8 +239,9 @@ def remote_transfers(was: Traffic, now: Traffic) -> dict[str, float]:
     }
 
 
-def measured_peak_flops(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
-    """Measure the FLOP/s of a square fp32 matrix product on one device: the best of `repeats`."""
+def measured_peak_flops(device: jax.Device, size: int = 1024, repeats: int = 20) -> float:
+    """Measure the FLOP/s of a square fp32 matrix product on one device: the best of `repeats`,
+    since samplers may be compiling meanwhile."""
     x = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     product = jax.jit(lambda a: a @ a)
     product(x).block_until_ready()

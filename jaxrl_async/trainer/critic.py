@@ -26,7 +26,7 @@ class ValuePass:
     def __init__(
         self, spec: ModelSpec, decoder: DecoderSettings, settings: LearningSettings
     ) -> None:
-        self._spec, self._decoder, self._micro_rows = spec, decoder, settings.micro_rows()
+        self._spec, self._decoder, self._sizes = spec, decoder, settings.micro_sizes()
         self._rows = batch_sharding(settings.mesh, settings.rules)
         self._values = jax.jit(self._values_of, out_shardings=self._rows)
 
@@ -39,7 +39,7 @@ class ValuePass:
         [rows, length] float32 each, in the batch's own order.
         """
         parts = []
-        for micro in micro_batches(batch, self._micro_rows):
+        for micro in micro_batches(batch, self._sizes):
             arrays = (micro.token_ids, micro.positions, micro.segment_ids)
             with device_lock:
                 values = self._values(params, *put(arrays, self._rows))

@@ -34,12 +34,16 @@ def train_flops(
     spec: ModelSpec, batch: PackedBatch, *, reference: bool, lora: Lora | None = None
 ) -> float:
     """Return the model FLOPs of one update (learning_flops), and of a reference's forward pass if
-    there is one. Padding and rematerialisation do not count.
+    there is one. Padding, rematerialisation and the head for tokens that are not learnt do not
+    count.
 
     lora: what is trained; None: all weights.
     """
-    learning = learning_flops(spec, *_lengths(spec, batch), lora)
-    return learning + forward_flops(spec, batch) if reference else learning
+    learnt = np.count_nonzero(batch.mask | batch.supervised)
+    unread = np.count_nonzero(batch.segment_ids) - learnt
+    head = 2 * spec.vocab * spec.width * float(unread)
+    learning = learning_flops(spec, *_lengths(spec, batch), lora) - (2 if lora else 3) * head
+    return learning + forward_flops(spec, batch) - head if reference else learning
 
 
 def learning_flops(

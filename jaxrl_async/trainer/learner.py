@@ -217,7 +217,7 @@ class Learner:
             self._settings.row_length,
             pairs=self._next_pairs(),
             sampler_columns=self._settings.sampler_columns,
-            share_prefixes=self._step.settings.trainer.share_prefixes,
+            share_prefixes=bool(self._step.settings.trainer.share_prefixes),
         )
         results = self.run_passes(step.batch, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.kl)

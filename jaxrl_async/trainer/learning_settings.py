@@ -12,6 +12,7 @@ from jaxrl_async.mesh import TRAINER_RULES, Rules, num_shards
 from jaxrl_async.model.decoder import DecoderSettings, settings_on
 from jaxrl_async.model.lora import Lora, trained_table
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +36,18 @@ class LearningSettings:
         return num_shards(self.mesh, self.rules, "batch")
 
     def micro_rows(self, rows_are_independent: bool = True) -> int:
-        """Return the rows of a micro-batch.
+        """Return the rows of the largest micro-batch.
 
         At least two if the rows belong together: both answers of a pair may be as long as a row.
         """
         together = 1 if rows_are_independent else 2
         tokens = max(self.trainer.micro_batch_tokens, together * self.row_length)
         return rows_per_micro_batch(tokens, self.row_length, self.num_row_shards)
+
+    def micro_sizes(self, rows_are_independent: bool = True) -> MicroSizes:
+        """Return the sizes of micro-batches; rows that belong together have one alone."""
+        most = self.micro_rows(rows_are_independent)
+        return MicroSizes.up_to(most, self.num_row_shards if rows_are_independent else most)
 
     def table(self, spec: ModelSpec) -> dict[str, Any]:
         """Return what is trained of a policy, as declared."""
@@ -58,7 +64,7 @@ class LearningSettings:
             spec,
             dtype=self.dtype,
             attention=self.attention,
-            shares_prefixes=self.trainer.share_prefixes,
+            shares_prefixes=bool(self.trainer.share_prefixes),
             cpu_kernels=self.trainer.cpu_kernels,
             remat=self.remat,
             chunk=self.trainer.logprob_chunk,

@@ -44,7 +44,7 @@ class LogprobPass:
             top_k: how many tokens `top` gives.
             top_vocab: `top` gives ids below it alone; None: any.
         """
-        self.spec, self._micro_rows = spec, settings.micro_rows()
+        self.spec, self._sizes = spec, settings.micro_sizes()
         self._top_k, self._top_vocab = top_k, top_vocab
         self._rows = batch_sharding(settings.mesh)
         self._decoder = replace(settings.decoder(spec, temperature), remat="none")
@@ -101,8 +101,8 @@ class LogprobPass:
     ) -> Sequence[NDArray[Any]]:
         """Run the program on each micro-batch. columns: [rows, length, ...], its last arguments."""
         parts = []
-        micros = micro_batches(batch, self._micro_rows)
-        of_micros = [split(column, self._micro_rows, 0) for column in columns]
+        micros = micro_batches(batch, self._sizes)
+        of_micros = [split(column, self._sizes, 0) for column in columns]
         for micro, *rest in zip(micros, *of_micros, strict=True):
             tokens = TokenRows(
                 micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids,

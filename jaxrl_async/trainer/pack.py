@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
 from jaxrl_async.trainer.token_columns import (
     NO_SAMPLER_COLUMNS,
@@ -180,10 +181,10 @@ def fits(group: EpisodeGroup, row_length: int) -> bool:
     return all(max(np.diff([*e.starts, len(e.token_ids)])) <= row_length for e in group.episodes)
 
 
-def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
-    """Split into batches of exactly `rows` rows, the last filled with padding; at least one."""
+def micro_batches(batch: PackedBatch, sizes: MicroSizes) -> list[PackedBatch]:
+    """Split into batches of these sizes, the last filled with padding; at least one."""
     columns = {
-        c.name: split(getattr(batch, c.name), rows, c.fill)
+        c.name: split(getattr(batch, c.name), sizes, c.fill)
         for c in PACKED
         if getattr(batch, c.name) is not None
     }
@@ -193,12 +194,13 @@ def micro_batches(batch: PackedBatch, rows: int) -> list[PackedBatch]:
     ]
 
 
-def split(array: NDArray[Any], rows: int, fill: Any) -> list[NDArray[Any]]:
-    """Return parts of exactly `rows` rows, the last filled up with `fill`; at least one."""
-    parts = [array[at : at + rows] for at in range(0, max(len(array), 1), rows)]
-    missing = rows - len(parts[-1])
-    parts[-1] = np.concatenate([parts[-1], np.full((missing, *array.shape[1:]), fill, array.dtype)])
-    return parts
+def split(array: NDArray[Any], sizes: MicroSizes, fill: Any) -> list[NDArray[Any]]:
+    """Return parts of these sizes along axis 0, the last filled up with `fill`; at least one."""
+    cover = sizes.cover(len(array))
+    missing = sum(cover) - len(array)
+    padding = np.full((missing, *array.shape[1:]), fill, array.dtype)
+    *whole, last = np.split(array, np.cumsum(cover)[:-1])
+    return [*whole, np.concatenate([last, padding])]
 
 
 def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> list[int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.losses import TokenInputs
@@ -46,7 +47,7 @@ class PolicyForward:
         """
         frozen = self.whole(frozen)
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
-        tokens = TokenRows.of(micro._asdict())
+        tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
             top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
             passed = distill_rows(*policy, tokens, top, self.teacher_divergence, self.decoder)
@@ -66,6 +67,13 @@ class PolicyForward:
             passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, *alone[2:])
             x = self._inputs(passed, micro)
         return self._compared(x, frozen, micro), passed
+
+    @staticmethod
+    def _learnt(micro: DeviceBatch) -> Array:
+        """Return the tokens whose log-probs the loss reads, [rows, length] bool."""
+        if micro.supervised_weights is None:
+            return micro.mask
+        return micro.mask | (micro.supervised_weights > 0)
 
     def whole(self, frozen: Frozen) -> Frozen:
         """Return the frozen weights with adapters of reference and teacher beside the base."""
@@ -87,6 +95,7 @@ class PolicyForward:
         known = micro.reference_logprobs is not None
         if known or frozen.reference is None or self.whole_kl:
             return x
-        tokens = TokenRows.of(micro._asdict())._replace(expert_ids=None)  # it chooses for itself
+        tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
+        tokens = tokens._replace(expert_ids=None)  # it chooses for itself
         reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))

@@ -13,6 +13,7 @@ that lies before it. A token is shared by contexts that do not learn it; the one
 lays it.
 """
 
+import heapq
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -63,7 +64,8 @@ def plan_rows(
 ) -> list[list[LaidContext]]:
     """Return the contexts of each row in their order there; deterministic.
 
-    Prefixes are shared only if fewer rows come out of it.
+    Prefixes are shared only if fewer rows come out of it: in whole trees, or in trees that are
+    divided where a row is full, whichever takes fewer rows.
 
     Args:
         lengths: of the contexts, each at most a row.
@@ -79,7 +81,35 @@ def plan_rows(
         of_group.setdefault(key.group, []).append(index)
     trees = [t for members in of_group.values() for t in prefix_trees(members, keys, row_length)]
     together = _in_rows(trees, lengths, row_length)
-    return together if len(together) < len(apart) else apart
+    divided = _filled_rows(list(of_group.values()), lengths, row_length, keys)
+    return min((apart, together, divided), key=len)
+
+
+def _filled_rows(
+    groups: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    row_length: int,
+    keys: Sequence[PrefixKey],
+) -> list[list[LaidContext]]:
+    """Place the contexts of one group after the other: a tree in the row with most room, as far as
+    it goes, and the others in rows of their own."""
+    rows: list[list[LaidContext]] = []
+    room: list[tuple[int, int]] = []  # a heap of (-tokens, row)
+    for members in groups:
+        most, row = heapq.heappop(room) if room else (0, -1)
+        trees = prefix_trees(members, keys, row_length, first_room=-most)
+        sizes = [sum(lengths[laid.context] - laid.skipped for laid in tree) for tree in trees]
+        if sizes[0] > -most:
+            if row >= 0:
+                heapq.heappush(room, (most, row))
+            most, row = -row_length, len(rows)
+            rows.append([])
+        rows[row] += trees[0]
+        heapq.heappush(room, (most + sizes[0], row))
+        for tree, size in zip(trees[1:], sizes[1:], strict=True):
+            heapq.heappush(room, (size - row_length, len(rows)))
+            rows.append(list(tree))
+    return rows
 
 
 def _in_rows(
@@ -130,16 +160,24 @@ class _Room:
 
 
 def prefix_trees(
-    members: Iterable[int], keys: Sequence[PrefixKey], row_length: int
+    members: Iterable[int],
+    keys: Sequence[PrefixKey],
+    row_length: int,
+    *,
+    first_room: int | None = None,
 ) -> list[list[LaidContext]]:
     """Return the contexts of one group as trees of at most a row, each in the order of its row.
 
     Those that learn early come first, since the others may then share what they learn. Each joins
     the tree with room in which it shares most, or begins one.
+
+    first_room: most tokens of the first tree, if its first context has no more; None: a row.
     """
     order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
     common = common_lengths([keys[m].tokens for m in order])
-    forest = _Forest(row_length)
+    first = len(keys[order[0]].tokens)
+    fits = first_room is not None and first <= first_room
+    forest = _Forest(row_length, first_room if fits and first_room is not None else row_length)
     for place, member in enumerate(order):
         length = len(keys[member].tokens)
         most = min(length - 1, keys[member].first_learnt)
@@ -150,12 +188,14 @@ def prefix_trees(
 class _Forest:
     """Trees of contexts that are being placed, by the order in which they come."""
 
-    def __init__(self, row_length: int) -> None:
+    def __init__(self, row_length: int, first_room: int) -> None:
+        """first_room: most tokens of the first tree; the others have a row."""
         self._row_length = row_length
         self._tree_of: list[int] = []  # by context
         self._skipped: list[int] = []
         self._branches: list[list[int]] = []
-        self._sizes: list[int] = []  # by tree, tokens
+        self._room: list[int] = []  # by tree, tokens
+        self._next_room = first_room
         self._roots: list[int] = []
 
     def add(self, length: int, shared: NDArray[np.int64]) -> None:
@@ -167,17 +207,18 @@ class _Forest:
         """
         index, parent, skipped = len(self._tree_of), -1, 0
         if index:
-            sizes = np.array(self._sizes)[self._tree_of]
-            shared = np.where(sizes + length - shared <= self._row_length, shared, 0)
+            room = np.array(self._room)[self._tree_of]
+            shared = np.where(length - shared <= room, shared, 0)
             parent, skipped = int(np.argmax(shared)), int(shared.max())
         if skipped > 0:
             tree = self._tree_of[parent]
             self._branches[parent].append(index)
-            self._sizes[tree] += length - skipped
+            self._room[tree] -= length - skipped
         else:
             tree, skipped = len(self._roots), 0
             self._roots.append(index)
-            self._sizes.append(length)
+            self._room.append(self._next_room - length)
+            self._next_room = self._row_length
         self._tree_of.append(tree)
         self._skipped.append(skipped)
         self._branches.append([])

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
@@ -99,6 +98,7 @@ class Trainer:
         self._saved_version = -1
         self._beside: EvaluationBeside | None = None  # under way
         self.doing, self.since = "starting", clock()  # for the watchdog
+        self.longest_update_s = 0.0  # of those so far
         self._pace = Pace(limit=settings.pacing.highest if settings.pacing else 0)
 
     def restore(self, version: int, numbers: Mapping[str, int]) -> None:
@@ -160,6 +160,7 @@ class Trainer:
             self._now("learning")
             values = self._learn(draw)
             trained = self._clock()
+            self.longest_update_s = max(self.longest_update_s, trained - in_turn)
             times = partial(
                 StepTimes, start=start, asked=asked, drawn=drawn, in_turn=in_turn, trained=trained
             )
@@ -332,11 +333,3 @@ class Trainer:
 def _is_gone(params: Any) -> bool:
     """Return whether an update has taken the memory of these weights."""
     return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))
-
-
-def probe_tokens(vocab: int, length: int) -> IntArray:
-    """Return the fixed sequence that trainer and sampler compare log-probs on.
-
-    [length] int32, spread over all token ids.
-    """
-    return ((np.arange(length, dtype=np.int64) * 7919 + 1) % vocab).astype(np.int32)

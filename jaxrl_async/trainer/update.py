@@ -4,15 +4,15 @@
     device    accumulate(trainable, sum, micro, context, frozen) -> sum, totals    each micro-batch
               apply(state, sum) -> state                                           once
 
-Both programs are compiled once. `apply` alone donates the state, and starts once every gradient is
-there. If memory runs out before that, the update starts again with half the rows in a micro-batch,
-and keeps that size.
+`accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once; `apply`
+alone donates the state, and starts once every gradient is there. If memory runs out before that, or
+would on a CPU, the update starts again with half the rows in its largest micro-batch, and keeps
+that size.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
+from jaxrl_async.host import host_memory
 from jaxrl_async.mesh import (
     HOST,
     NO_DEVICE_LOCK,
@@ -39,6 +40,7 @@ from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import ModelSpec, Params, Weight
 from jaxrl_async.trainer.expert_balance import expert_balance, load_report
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
     make_schedule,
@@ -46,7 +48,6 @@ from jaxrl_async.trainer.optimizer import (
     rounded_tree,
     state_shardings,
 )
-from jaxrl_async.trainer.row_fit import RowFit
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ ROUNDING_SEED = 0
 """Seed of trainer.rounding=stochastic; the number of the update is folded in."""
 MAX_QUEUED = 4
 """Most programs queued on forced-host devices: their collectives can deadlock behind more."""
+
+
+MOST_OF_FREE = 0.9
+"""Share of the free memory of a CPU's machine that an update's program may take."""
 
 
 class TrainState(NamedTuple):
@@ -97,7 +102,7 @@ class Passes(NamedTuple):
     """What an update ran over."""
 
     rows: int  # of all micro-batches, with those that only fill the last one
-    number: int  # forward and backward passes: more than micro-batches where memory was short
+    number: int  # forward and backward passes
 
 
 class Objective(Protocol):
@@ -123,8 +128,8 @@ class Objective(Protocol):
     def rows_are_independent(self) -> bool:
         """Whether a row can be learnt without the others of its micro-batch."""
 
-    def micro_batches(self, data: Any, rows: int) -> Sequence[Any]:
-        """Split the data into micro-batches of so many rows; on the host."""
+    def micro_batches(self, data: Any, sizes: MicroSizes) -> Sequence[Any]:
+        """Split the data into micro-batches of these sizes; on the host."""
 
     def context(self, data: Any) -> Any:
         """Return what all micro-batches of the data have in common."""
@@ -157,19 +162,13 @@ class Update(Generic[ObjectiveT]):
         *,
         learning_rate: float,
         total_steps: int,
-        packed_rows: Callable[[Any], int] | None = None,
     ) -> None:
-        """Prepare it; learning_rate is its peak, and total_steps its schedule's length in updates.
-
-        packed_rows: counts the rows that an update's data was packed into; if given, the log says
-            where they do not fit the micro-batches.
-        """
+        """Prepare it; learning_rate is its peak, and total_steps its schedule's length in
+        updates."""
         self.objective, self.settings = objective, settings
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
-        self.micro_rows = settings.micro_rows(objective.rows_are_independent)
-        self._halvings = 0
-        self._fit = RowFit(self.micro_rows, settings.num_row_shards, settings.row_length)
-        self._packed_rows = packed_rows
+        self.sizes = settings.micro_sizes(objective.rows_are_independent)
+        self._fitting: set[int] = set()  # rows of micro-batches whose program fits in memory
         self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
@@ -209,6 +208,7 @@ class Update(Generic[ObjectiveT]):
         self.accumulate = jit(
             self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
         )
+        self._lower = self.accumulate.lower
         self.apply = jit(
             self._apply_sum,
             donate_argnums=(0,),
@@ -249,12 +249,13 @@ class Update(Generic[ObjectiveT]):
             TrainingError: memory runs out with one row on each device; the state is as it was.
             ConfigError: the compiler does not know one of trainer.compiler_options.
         """
-        micros, context = self._micros(data), self.objective.context(data)
+        context = self.objective.context(data)
         retries = 0
         while True:
-            parts = self._halved(micros)
+            micros = self._micros(data)
             try:
-                sums, totals = self._gradients(state, parts, context, frozen, device_lock)
+                self._check_memory(state.params, micros, context, frozen)
+                sums, totals = self._gradients(state, micros, context, frozen, device_lock)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "No such compile option" in str(error):
@@ -264,14 +265,14 @@ class Update(Generic[ObjectiveT]):
                     ) from error
                 if not is_out_of_memory(error):
                     raise
-                self._halve(len(jax.tree.leaves(parts[0])[0]), error)
-            retries += 1
+                self._halve(str(error).splitlines()[0])
+                retries += 1
+            except MemoryError as error:
+                self._halve(str(error))
         with device_lock:
             state, applied = self.apply(state, sums, None if at is None else np.float32(at))
             host_totals, host_applied = jax.device_get((totals, applied))
-        if self._packed_rows and not self._halvings:
-            self._fit.note(self._packed_rows(data))
-        passes = Passes(len(micros) * self.micro_rows, len(parts))
+        passes = Passes(sum(map(num_rows, micros)), len(micros))
         return state, {
             **summarize(host_totals),
             **load_report(host_totals, self.settings.balance),
@@ -281,7 +282,7 @@ class Update(Generic[ObjectiveT]):
         }
 
     def _micros(self, data: Any) -> Sequence[Any]:
-        micros = self.objective.micro_batches(data, self.micro_rows)
+        micros = self.objective.micro_batches(data, self.sizes)
         length = jax.tree.leaves(micros[0])[0].shape[1]
         assert length == self.settings.row_length, "packed for another row length"
         return micros
@@ -331,26 +332,54 @@ class Update(Generic[ObjectiveT]):
         assert load is not None
         return load
 
-    def _halve(self, rows: int, error: Exception) -> None:
-        """Take half the rows from now on. Raises TrainingError if rows cannot be halved."""
-        independent = self.objective.rows_are_independent
-        if not independent or rows <= self.settings.num_row_shards:
+    @property
+    def micro_rows(self) -> int:
+        """Rows of the largest micro-batch."""
+        return self.sizes.most
+
+    def _check_memory(
+        self, params: Params, micros: Sequence[Any], context: Any, frozen: Frozen
+    ) -> None:
+        """Raise MemoryError if the machine has not the memory of a micro-batch's program.
+
+        On a CPU alone: it has no error of its own for that, the process is killed. The programs are
+        compiled here, and once.
+        """
+        new = {num_rows(m): m for m in micros if num_rows(m) not in self._fitting}
+        free = free_memory(self.settings.mesh) if new else None
+        if free is None:
+            return
+        for rows, micro in new.items():
+            sums = shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
+            lowered = self._lower(params, sums, self._put(micro), context, frozen)
+            analysis = lowered.compile().memory_analysis()
+            needed = 0 if analysis is None else analysis.temp_size_in_bytes
+            if needed > free:
+                raise MemoryError(
+                    f"its program needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+                )
+            self._fitting.add(rows)
+
+    def _halve(self, error: str) -> None:
+        """Take at most half the rows from now on. Raises TrainingError if they cannot be halved."""
+        independent, multiple = self.objective.rows_are_independent, self.settings.num_row_shards
+        rows = self.sizes.most
+        if not independent or rows <= multiple:
             fewer = "" if independent else "lower trainer.micro_batch_tokens, "
             raise TrainingError(
                 f"the trainer's devices are out of memory in an update of {rows} rows at once: "
-                f"{str(error).splitlines()[0]}. The weights are as before the step. To need less, "
+                f"{error}. The weights are as before the step. To need less, "
                 f"{fewer}set model.remat=layer, lower trainer.row_length (with sampler.max_length) "
                 "or trainer.logprob_chunk, or share the weights by mesh.trainer.fsdp."
-            ) from error
-        self._halvings += 1
+            )
+        self.sizes = MicroSizes.up_to(-(-rows // (2 * multiple)) * multiple, multiple)
         log.warning(
-            "out of memory in an update of %d rows at once; half as many from now on. Lower "
+            "out of memory in an update of %d rows at once (%s); at most %d from now on. Lower "
             "trainer.micro_batch_tokens to begin so.",
             rows,
+            error,
+            self.sizes.most,
         )
-
-    def _halved(self, micros: Sequence[Any]) -> list[Any]:
-        return halved(micros, self._halvings, self.settings.num_row_shards)
 
     def measure(
         self,
@@ -474,17 +503,20 @@ def is_queue_full(mesh: Mesh, index: int) -> bool:
     return bounded and index % MAX_QUEUED == MAX_QUEUED - 1
 
 
-def halved(micros: Sequence[Any], times: int, multiple: int) -> list[Any]:
-    """Split each micro-batch into parts of rows / 2**times rows, rounded up to a multiple."""
-    if not times:
-        return list(micros)
-    parts = []
-    for micro in micros:
-        rows = len(jax.tree.leaves(micro)[0])
-        size = -(-rows // (multiple * 2**times)) * multiple
-        for at in range(0, rows, size):
-            parts.append(jax.tree.map(itemgetter(slice(at, at + size)), micro))
-    return parts
+def free_memory(mesh: Mesh) -> int | None:
+    """Return the bytes that a program may take on each device of a mesh of CPU devices; None: the
+    devices say so themselves, or nothing does."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    try:
+        return int(host_memory()[1] * MOST_OF_FREE / max(1, len(mesh.local_devices)))
+    except OSError:
+        return None
+
+
+def num_rows(micro: Any) -> int:
+    """Return the rows of a micro-batch."""
+    return len(jax.tree.leaves(micro)[0])
 
 
 def _float32(params: Params) -> Params:

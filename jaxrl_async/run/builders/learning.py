@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
@@ -29,6 +30,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.model.attention import has_cpu_kernels
 from jaxrl_async.model.frozen_base import restored_params
 from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import load_spec
@@ -77,6 +79,21 @@ def make_step(
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
     )
+
+
+def with_shared_prefixes(config: Config, spec: ModelSpec, mesh: Mesh, *, images: bool) -> Config:
+    """Return the configuration with trainer.share_prefixes chosen, if it leaves that open.
+
+    mesh: the trainer's. images: whether prompts have some.
+    """
+    trainer = config.trainer
+    if trainer.share_prefixes is not None:
+        return config
+    saves = config.algorithm.group_size > 1 and spec.delta is None and not images
+    computes = trainer.cpu_kernels and config.model.attention == "auto" and mesh.size == 1
+    there = computes and has_cpu_kernels(mesh.devices.flat[0], config.model.dtype)
+    chosen = trainer.model_copy(update={"share_prefixes": saves and there})
+    return config.model_copy(update={"trainer": chosen})
 
 
 def learning(config: Config, slices: Slices, lora: Lora | None = None) -> LearningSettings:

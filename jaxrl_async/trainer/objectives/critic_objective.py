@@ -18,6 +18,7 @@ from jaxrl_async.algorithms.value_loss import explained_variance, value_loss
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
@@ -58,15 +59,15 @@ class CriticObjective:
     def table(self) -> dict[str, Any]:
         return head_table(self.spec, "value")
 
-    def micro_batches(self, data: CriticData, rows: int) -> Sequence[CriticBatch]:
+    def micro_batches(self, data: CriticData, sizes: MicroSizes) -> Sequence[CriticBatch]:
         weights = token_mean(data.batch) if data.weights is None else data.weights
         extra = [
-            split(np.asarray(a, np.float32), rows, 0.0)
+            split(np.asarray(a, np.float32), sizes, 0.0)
             for a in (data.values, data.returns, weights)
         ]
         return [
             CriticBatch(m.token_ids, m.positions, m.segment_ids, m.mask, *of_micro)
-            for m, *of_micro in zip(micro_batches(data.batch, rows), *extra, strict=True)
+            for m, *of_micro in zip(micro_batches(data.batch, sizes), *extra, strict=True)
         ]
 
     def context(self, data: CriticData) -> None:

@@ -28,6 +28,7 @@ from jaxrl_async.model.lora import trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.policy_forward import PolicyForward
 from jaxrl_async.trainer.update import Frozen, Passes, Update
@@ -87,17 +88,17 @@ class PolicyObjective:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
         return {name: w * np.float32(times) for name, w in weights.items()}
 
-    def micro_batches(self, data: PolicyData, rows: int) -> Sequence[DeviceBatch]:
+    def micro_batches(self, data: PolicyData, sizes: MicroSizes) -> Sequence[DeviceBatch]:
         columns = data.columns or {}
         if "weights" not in columns:
             columns = columns | self.weights(data.batch)
-        parts = {k: split(column, rows, COLUMNS[k].fill) for k, column in columns.items()}
+        parts = {k: split(column, sizes, COLUMNS[k].fill) for k, column in columns.items()}
         return [
             DeviceBatch(
                 **{name: getattr(micro, name) for name in PACKED},
                 **{name: of_micro[index] for name, of_micro in parts.items()},  # type: ignore[arg-type]
             )
-            for index, micro in enumerate(micro_batches(data.batch, rows))
+            for index, micro in enumerate(micro_batches(data.batch, sizes))
         ]
 
     def context(self, data: PolicyData) -> PolicyContext:
@@ -194,7 +195,6 @@ def policy_update(
         settings,
         learning_rate=algorithm.learning_rate,
         total_steps=total_steps,
-        packed_rows=lambda data: len(data.batch.mask),
     )
 
 

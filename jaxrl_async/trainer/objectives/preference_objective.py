@@ -31,6 +31,7 @@ from jaxrl_async.model.logprobs import TokenLogprobs, token_logprobs
 from jaxrl_async.model.lora import Lora, joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
 from jaxrl_async.trainer.update import Frozen, Passes, Update
 
@@ -65,8 +66,10 @@ class PreferenceObjective:
     def table(self) -> dict[str, Any]:
         return trained_table(self.spec, self.lora)
 
-    def micro_batches(self, data: PreferenceData, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
-        return micro_batches_of(data.batch, rows)
+    def micro_batches(
+        self, data: PreferenceData, sizes: MicroSizes
+    ) -> Sequence[dict[str, NDArray[Any]]]:
+        return micro_batches_of(data.batch, sizes.most)
 
     def context(self, data: PreferenceData) -> PairContext:
         if not needs_baseline(self.loss_of):
@@ -105,7 +108,8 @@ class PreferenceObjective:
 
     def _passed(self, part: Params, frozen: Frozen, micro: dict[str, Array]) -> TokenLogprobs:
         params = joined(self.lora, frozen.base, part, frozen.noise)
-        return token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder)
+        rows = TokenRows.of(micro, micro["mask"])
+        return token_logprobs(self.spec, params, rows, self.decoder)
 
 
 def preference_update(

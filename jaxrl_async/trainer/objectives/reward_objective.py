@@ -14,6 +14,7 @@ from jaxrl_async.model.heads import HEAD, final_scores, head_table
 from jaxrl_async.model.lora import Lora, adapter_table, joined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.preference_objective import (
     PairContext,
     answer_lengths,
@@ -46,8 +47,10 @@ class RewardObjective:
             else {**adapter_table(self.spec, self.lora), HEAD: whole[HEAD]}
         )
 
-    def micro_batches(self, data: PreferenceBatch, rows: int) -> Sequence[dict[str, NDArray[Any]]]:
-        return micro_batches_of(data, rows)
+    def micro_batches(
+        self, data: PreferenceBatch, sizes: MicroSizes
+    ) -> Sequence[dict[str, NDArray[Any]]]:
+        return micro_batches_of(data, sizes.most)
 
     def context(self, data: PreferenceBatch) -> PairContext:
         check_whole(data)

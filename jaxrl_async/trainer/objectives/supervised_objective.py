@@ -21,6 +21,7 @@ from jaxrl_async.model.lora import Lora, joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Frozen, Passes, Update
 from jaxrl_async.types import PackedBatch
@@ -45,12 +46,12 @@ class SupervisedObjective:
     def table(self) -> dict[str, Any]:
         return trained_table(self.spec, self.lora)
 
-    def micro_batches(self, data: PackedBatch, rows: int) -> Sequence[dict[str, Any]]:
-        weights = split(token_mean(data), rows, 0.0)
+    def micro_batches(self, data: PackedBatch, sizes: MicroSizes) -> Sequence[dict[str, Any]]:
+        weights = split(token_mean(data), sizes, 0.0)
         names = COLUMNS if data.image_begins is None else COLUMNS + OF_IMAGES
         return [
             {"weights": w, **{name: getattr(micro, name) for name in names}}
-            for micro, w in zip(micro_batches(data, rows), weights, strict=True)
+            for micro, w in zip(micro_batches(data, sizes), weights, strict=True)
         ]
 
     def context(self, data: PackedBatch) -> None:
@@ -60,7 +61,8 @@ class SupervisedObjective:
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
     ) -> tuple[Array, Totals]:
         params = joined(self.lora, frozen.base, trainable, frozen.noise)
-        policy = token_logprobs(self.spec, params, TokenRows.of(micro), self.decoder)
+        rows = TokenRows.of(micro, micro["mask"])
+        policy = token_logprobs(self.spec, params, rows, self.decoder)
         nothing = jnp.zeros_like(policy.logprobs)
         x = TokenInputs(
             policy_logprobs=policy.logprobs,
@@ -106,17 +108,11 @@ def supervised_update(
     *,
     learning_rate: float,
     total_steps: int,
-    advises: bool = False,
 ) -> Update[SupervisedObjective]:
-    """Make the update of a policy by given answers.
-
-    advises: whether the log says where the data does not fit the micro-batches; not of a warm
-        start, whose examples say nothing of the run's answers. Raises ConfigError.
-    """
+    """Make the update of a policy by given answers. Raises ConfigError."""
     return Update(
         SupervisedObjective(spec, settings.decoder(spec), settings.lora),
         settings,
         learning_rate=learning_rate,
         total_steps=total_steps,
-        packed_rows=(lambda data: len(data.mask)) if advises else None,
     )
