@@ -12,6 +12,7 @@ from jaxrl_async.algorithms.aggregate import (
     sequence_sum,
     token_mean,
 )
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import TrainSequence, micro_batches, pack, pack_pairs
 
 MASKS = [
@@ -79,7 +80,7 @@ def test_per_group_is_the_mean_over_groups_of_their_token_means():
 
 
 def test_empty_rows_change_no_denominator(batch):
-    (padded,) = micro_batches(batch, 9)
+    (padded,) = micro_batches(batch, MicroSizes((9,)))
     for function in (token_mean, sequence_mean, per_group):
         np.testing.assert_array_equal(function(padded)[: len(batch.mask)], function(batch))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms.aggregate import aggregate
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_pairs
 
 
@@ -64,7 +65,7 @@ def test_twice_the_same_data_gives_the_same_loss(function):
 @each
 def test_empty_rows_change_nothing(function):
     batch = pack_pairs(list(pairs()), 16)
-    (padded,) = micro_batches(batch, 40)
+    (padded,) = micro_batches(batch, MicroSizes((40,)))
     np.testing.assert_array_equal(
         with_examples(function)(padded)[: len(batch.mask)], with_examples(function)(batch)
     )

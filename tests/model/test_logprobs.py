@@ -22,10 +22,12 @@ from jaxrl_async.model.decoder import (
 )
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import (
+    HeadSettings,
     blocked_logprobs,
     chunked_logprobs,
     token_logprobs,
     unpacked,
+    wanted_logprobs,
 )
 
 TOKENS, WIDTH, VOCAB = 13, 8, 29
@@ -224,6 +226,51 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
         spread = -(np.exp(before) * before).sum() if follows else 0.0
         assert logprobs[b, t] == pytest.approx(expected, abs=1e-5)
         assert entropy[b, t] == pytest.approx(spread, abs=1e-5)
+
+
+@pytest.mark.parametrize("learnt", ["head", "frozen head", "frozen head, entropy"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, masked):
+    rng = np.random.default_rng(0)
+    n, width, vocab = 23, 8, 19
+    x, head = (rng.normal(size=s).astype(np.float32) for s in ((n, width), (width, vocab)))
+    targets = rng.integers(0, vocab, n).astype(np.int32)
+    wanted = rng.random(n) < share
+    x[~wanted] = np.nan  # so that it would be seen
+    bits = np.packbits(
+        (rng.random((n, vocab)) < 0.7) | (np.arange(vocab) == targets[:, None]), -1, "little"
+    )
+    kept = bits if masked else None
+    how = HeadSettings(chunk=5, temperature=0.7)
+    takes_entropy = learnt != "frozen head"
+    scale = rng.normal(size=(2, n)).astype(np.float32)
+
+    def loss(function):
+        def total(x, head):
+            logprobs, entropy = function(x, head)
+            whole = jnp.sum(jnp.where(wanted, scale[0] * logprobs, 0))
+            if takes_entropy:
+                whole += jnp.sum(jnp.where(wanted, scale[1] * entropy, 0))
+            return whole, (logprobs, entropy)
+
+        return jax.value_and_grad(total, (0, 1) if learnt == "head" else 0, has_aux=True)
+
+    def only_wanted(x, head):
+        return wanted_logprobs(x, head, targets, wanted, how, kept)
+
+    def all_of_them(x, head):
+        clean = jnp.where(wanted[:, None], x, 0.0)
+        return chunked_logprobs(clean, head, targets, chunk=5, temperature=0.7, kept=kept)
+
+    (_, got), grads = jax.jit(loss(only_wanted))(x, head)
+    (_, expected), others = jax.jit(loss(all_of_them))(x, head)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, np.where(wanted, b, 0.0), atol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    plain = only_wanted(x, head)
+    np.testing.assert_allclose(plain[0], got[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2}])

@@ -23,6 +23,7 @@ from jaxrl_async.trainer.flops import forward_flops, num_matmul_params
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.pack import fits, micro_batches, pack_groups
 from jaxrl_async.trainer.row_index import repacked
@@ -71,7 +72,7 @@ def test_each_drawn_token_is_learnt_in_one_place_behind_what_the_policy_saw(seed
     advantages = numbered(group)
     batch = pack_groups([group], advantages, ROW, sampler_columns=WITH_ALL)
     assert batch.num_tokens == sum(e.num_drawn for e in group.episodes)
-    parts = micro_batches(batch, rows)
+    parts = micro_batches(batch, MicroSizes((rows,)))
     assert sum(p.num_tokens for p in parts) == batch.num_tokens
     for index, (episode, of_episode) in enumerate(zip(group.episodes, calls, strict=True)):
         for call in of_episode.values():

@@ -280,7 +280,7 @@ def test_other_jobs_balance_over_all_of_their_micro_batches(job):
         else:
             data = pack_preference(pairs(), ROW, step.micro_rows)
             data = PreferenceData(data) if job == "preference" else data
-        assert len(step.objective.micro_batches(data, step.micro_rows)) > 1 or rows == 8
+        assert len(step.objective.micro_batches(data, step.sizes)) > 1 or rows == 8
         reports.append((*updated(step, params, data), step.measure(params, data)))
     (one, told, _), (several, again, measured), (_, plain, wanted) = reports
     assert_close(several, one)

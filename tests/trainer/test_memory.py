@@ -1,7 +1,5 @@
-"""An update for which memory does not suffice: half the rows, the same numbers, and an end; and
-one whose rows fit its micro-batches badly."""
+"""An update for which memory does not suffice: half the rows, the same numbers, and an end."""
 
-import re
 from contextlib import contextmanager
 
 import jax
@@ -15,13 +13,14 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer import update as update_module
 from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.row_fit import UPDATES
-from jaxrl_async.trainer.update import halved
+from jaxrl_async.trainer.update import MOST_OF_FREE, NOTHING_FROZEN
 
 VOCAB, ROW, ROWS = 24, 16, 6
 ARCHITECTURE = schema.ArchitectureSection(
@@ -118,17 +117,6 @@ def test_another_error_of_the_device_is_not_taken_for_it():
         step.update(step.init(PARAMS), DATA)
 
 
-@pytest.mark.parametrize(
-    ("rows", "times", "multiple"), [(6, 1, 1), (7, 1, 1), (8, 2, 4), (5, 9, 1)]
-)
-def test_parts_hold_every_row_once_in_order(rows, times, multiple):
-    micro = {"a": np.arange(rows), "b": np.arange(rows * 2).reshape(rows, 2), "c": None}
-    parts = halved([micro], times, multiple)
-    assert np.concatenate([p["a"] for p in parts]).tolist() == list(range(rows))
-    assert all(len(p["a"]) == len(p["b"]) for p in parts)
-    assert max(len(p["a"]) for p in parts) == max(-(-rows // (multiple * 2**times)) * multiple, 1)
-
-
 def test_pairs_are_not_torn_apart():
     mesh = make_slices(schema.MeshSection(), jax.devices()).trainer
     trainer = schema.TrainerSection(micro_batch_tokens=ROWS * ROW)
@@ -142,29 +130,43 @@ def test_pairs_are_not_torn_apart():
     assert seen == [ROWS]
 
 
-def test_an_update_whose_rows_fill_half_a_micro_batch_more_says_once_what_would_fit(caplog):
+def test_an_update_computes_little_more_than_its_rows():
     step = make_step()
     data = PolicyData(pack([sequence(RNG) for _ in range(ROWS + 2)], ROW))
-    state = step.init(PARAMS)
-    for _ in range(UPDATES + 2):
-        state, report = step.update(state, data)
-    assert report["train/rows"] == 12
-    (record,) = [r for r in caplog.records if r.name == "jaxrl_async.trainer.row_fit"]
-    said = record.getMessage()
-    assert "33 %" in said and "8.0 rows" in said and "a micro-batch has 6." in said
-    assert said.endswith(" 0 % are empty.")
-    advised = int(re.search(r"micro_batch_tokens=(\d+)", said)[1])
-    assert advised == 4 * ROW
-    fits = make_step(micro_batch_tokens=advised)
-    assert fits.update(fits.init(PARAMS), data)[1]["train/rows"] == ROWS + 2
+    state, report = step.update(step.init(PARAMS), data)
+    assert (report["train/rows"], report["train/micro_batches"]) == (ROWS + 2, 2)
+    few = PolicyData(pack([sequence(RNG)], ROW))
+    _, report = step.update(state, few)
+    assert report["train/rows"] == 1, "of 6, 2 and 1 rows the size that holds it"
 
 
-def test_where_memory_was_short_no_larger_micro_batch_is_advised(caplog):
-    step = make_step()
-    step._halvings = 1
-    data = PolicyData(pack([sequence(RNG) for _ in range(ROWS + 2)], ROW))
-    state = step.init(PARAMS)
-    for _ in range(UPDATES):
-        state, _ = step.update(state, data)
-    jax.block_until_ready(state)
-    assert not [r for r in caplog.records if r.name == "jaxrl_async.trainer.row_fit"]
+def test_a_program_that_the_machine_has_no_memory_for_is_not_started(monkeypatch, caplog):
+    """On a CPU the process would be killed."""
+    step, expected_step = make_step(), make_step()
+    expected, _ = expected_step.update(expected_step.init(PARAMS), DATA)
+    needed = []
+
+    def lowered(rows):
+        shapes = expected_step._put(
+            expected_step.objective.micro_batches(DATA, MicroSizes((rows,)))[0]
+        )
+        context = expected_step.objective.context(DATA)
+        program = expected_step.accumulate.lower(
+            PARAMS, expected_step._zeros(), shapes, context, NOTHING_FROZEN
+        )
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    needed = [lowered(ROWS // 2), lowered(ROWS)]
+    free = sum(needed) / 2 / MOST_OF_FREE
+    monkeypatch.setattr(update_module, "host_memory", lambda: (2**40, free))
+    state, report = step.update(step.init(PARAMS), DATA)
+    assert report["train/micro_batches"] == 2 and step.sizes.most == ROWS // 2
+    assert "faults/oom_retries" not in report, "nothing failed"
+    (record,) = [r for r in caplog.records if "out of memory" in r.getMessage()]
+    assert "GB are free" in record.getMessage()
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    monkeypatch.setattr(update_module, "host_memory", lambda: (2**40, 1))
+    another = make_step()
+    with pytest.raises(TrainingError, match=r"0\.0 GB are free.*model\.remat=layer"):
+        another.update(another.init(PARAMS), DATA)

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import fits, micro_batches, pack, pack_groups, pack_pairs
 from jaxrl_async.trainer.prefix_plan import first_fit_decreasing
 from jaxrl_async.types import (
@@ -81,7 +82,7 @@ def unpacked(batches: list[PackedBatch], index: int) -> dict[str, np.ndarray]:
 def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
     made, advantages = drawn_groups(masks)
     batch = pack_groups(made, advantages, 16)
-    parts = micro_batches(batch, rows)
+    parts = micro_batches(batch, MicroSizes((rows,)))
     assert all(b.token_ids.shape == (rows, 16) for b in parts)
     episodes = [e for g in made for e in g.episodes]
     flat = [a for of_group in advantages for a in of_group]
@@ -162,7 +163,7 @@ def test_types_are_those_of_the_carrier():
     }
     for name in FIELDS:
         assert getattr(batch, name).dtype == wanted.get(name, np.int32), name
-    for part in micro_batches(batch, 3):
+    for part in micro_batches(batch, MicroSizes((3,))):
         for name in FIELDS:
             assert getattr(part, name).dtype == getattr(batch, name).dtype
 
@@ -200,5 +201,5 @@ def test_pairs_are_packed_with_their_masks():
 
 
 def test_nothing_to_pack_gives_one_empty_micro_batch():
-    (only,) = micro_batches(pack([], 8), 2)
+    (only,) = micro_batches(pack([], 8), MicroSizes((2,)))
     assert only.token_ids.shape == (2, 8) and only.num_tokens == 0

@@ -21,6 +21,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
@@ -202,7 +203,7 @@ def test_answers_of_several_contexts_count_with_all_their_tokens() -> None:
         objective = preference_update(
             SPEC, settings, "simpo", learning_rate=0.0, total_steps=1
         ).objective
-        micro = objective.micro_batches(PreferenceData(batch), 1)[0]
+        micro = objective.micro_batches(PreferenceData(batch), MicroSizes((1,)))[0]
         logprobs = objective.logprobs(params, Frozen(), micro)
         return float(jnp.where(micro["mask"], logprobs, 0.0).sum())
 

@@ -94,7 +94,7 @@ def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> Update[Pol
 def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     """Loss and gradients of the batch, and the weights after one step of the optimizer."""
     state, data = step.init(params), PolicyData(batch(), version=3)
-    micros = step.objective.micro_batches(data, step.micro_rows)
+    micros = step.objective.micro_batches(data, step.sizes)
     context = step.objective.context(data)
     sums, _ = step._gradients(state, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
     found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}

@@ -34,7 +34,7 @@ class Given:
 
     spec, table, prefix, rows_are_independent = tiny_spec(8), TABLE, "train", True
 
-    def micro_batches(self, data: Any, rows: int) -> Any:
+    def micro_batches(self, data: Any, sizes: Any) -> Any:
         return [data]
 
     def context(self, data: Any) -> None:

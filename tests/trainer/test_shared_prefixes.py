@@ -1,6 +1,7 @@
 """Contexts that share prefixes in a row learn what they learn apart: 1e-5 is float32's rounding."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,7 +25,12 @@ from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.trainer.prefix_plan import common_lengths
+from jaxrl_async.trainer.prefix_plan import (
+    common_lengths,
+    first_fit_decreasing,
+    plan_rows,
+    prefix_key,
+)
 from jaxrl_async.trainer.step_data import deal, pack_step
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
@@ -175,6 +181,47 @@ def test_what_arrays_have_in_common_is_counted(seed, width):
             same = [x.tolist() == y.tolist() for x, y in zip(a, b, strict=False)]
             wanted = ([*same, False]).index(False) if i != j else 0
             assert table[i, j] == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(2, 20),
+    answers=st.lists(st.integers(1, 12), min_size=2, max_size=40),
+    members=st.integers(2, 8),
+)
+def test_trees_are_divided_where_a_row_is_full(prompt, answers, members):
+    keys = [
+        prefix_key(
+            np.array([*range(prompt), *(100 + 50 * i + t for t in range(n))]),
+            np.arange(prompt + n) >= prompt,
+            group=i // members,
+        )
+        for i, n in enumerate(answers)
+    ]
+    lengths = [prompt + n for n in answers]
+    rows = plan_rows(lengths, ROW, keys)
+    laid = [sum(lengths[c.context] - c.skipped for c in row) for row in rows]
+    assert sorted(c.context for row in rows for c in row) == list(range(len(answers)))
+    assert max(laid) <= ROW
+    for row in rows:
+        for before, context in pairwise(row):
+            same_group = keys[before.context].group == keys[context.context].group
+            assert context.skipped == (prompt - 1 if same_group and context.skipped else 0)
+    assert len(rows) <= len(first_fit_decreasing(lengths, ROW))
+
+
+def test_a_row_with_room_takes_a_part_of_a_group():
+    """Eight groups of eight answers, of 319 tokens each: whole, they take a row of 512 each."""
+    prompt, answer = 47, 34
+    keys = [
+        prefix_key(
+            np.array([*range(prompt), *(100 * i + t for t in range(answer))]),
+            np.arange(prompt + answer) >= prompt,
+            group=i // 8,
+        )
+        for i in range(64)
+    ]
+    assert len(plan_rows([prompt + answer] * 64, 512, keys)) == 6
 
 
 def test_tokens_of_other_experts_or_groups_are_not_shared():

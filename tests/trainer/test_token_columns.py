@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.data_metrics import group_measures
+from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, mask_bits, sequence_bits
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
@@ -70,7 +71,7 @@ turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
 @given(drawn=turns, rows=st.integers(1, 3))
 def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
     made = [episode_of(flags, i) for i, flags in enumerate(drawn)]
-    parts = micro_batches(packed(*(e for e, _ in made)), rows)
+    parts = micro_batches(packed(*(e for e, _ in made)), MicroSizes((rows,)))
     seen = 0
     for part in parts:
         assert part.kept.shape == (rows, 16, 4) and part.kept.dtype == np.uint8
@@ -102,7 +103,9 @@ def test_without_the_switches_nothing_is_packed():
     )
     batch = packed(plain, mask_vocab=None, routing=None)
     assert batch.kept is None and batch.expert_ids is None
-    assert all(b.kept is None and b.expert_ids is None for b in micro_batches(batch, 2))
+    assert all(
+        b.kept is None and b.expert_ids is None for b in micro_batches(batch, MicroSizes((2,)))
+    )
     assert "rollout/kept_mean" not in group_measures([group_of(plain)], 1)
     with pytest.raises(DataError, match=r"1 drawn tokens has sampling masks for no tokens.*set it"):
         packed(plain)
