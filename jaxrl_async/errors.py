@@ -66,6 +66,10 @@ class RolloutError(JaxrlError, RuntimeError):
     """A request, an environment or a scorer failed, and the error policy does not forgive it."""
 
 
+class SamplersLost(RolloutError):
+    """No sampler is left, and none will come: the run ends."""
+
+
 class SessionEnded(RolloutError, ConnectionAbortedError):
     """A call came for a session that has ended, or that nobody opened; the message says why."""
 

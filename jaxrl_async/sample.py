@@ -22,6 +22,7 @@ from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
+from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run.signals import end_on_ctrl_c
@@ -196,4 +197,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     start_with_huge_pages()
-    sys.exit(main())
+    sys.exit(at_exit_end_with(main()))

@@ -28,6 +28,7 @@ from jaxrl_async.endpoint.wish import Terms, stop_ids
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
+from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
@@ -212,4 +213,4 @@ def _count(text: str) -> int:
 
 if __name__ == "__main__":
     start_with_huge_pages()
-    sys.exit(main())
+    sys.exit(at_exit_end_with(main()))

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     start_with_huge_pages()  # before the rest is imported for nothing
 
 from jaxrl_async import CalledModule
+from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.run.signals import end_on_ctrl_c
 from jaxrl_async.train_command import main
 
@@ -19,4 +20,4 @@ sys.modules[__name__].__class__ = CalledModule
 
 if __name__ == "__main__":
     end_on_ctrl_c()
-    sys.exit(main())
+    sys.exit(at_exit_end_with(main()))

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from jaxrl_async import __version__
 from jaxrl_async.huge_pages import start_with_huge_pages
+from jaxrl_async.left_threads import at_exit_end_with
 
 PROGRAM = "jaxrl-async"
 INTERRUPTED = 130
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module("jaxrl_async.run.signals").end_on_ctrl_c()
         module = importlib.import_module(f"jaxrl_async.{command.module}")
         run: Callable[[Sequence[str]], int] = getattr(module, command.main)
-        return run(rest)
+        return run(rest) if argv is not None else at_exit_end_with(run(rest))
     except KeyboardInterrupt:
         print("\nended by Ctrl-C", file=sys.stderr)
         return INTERRUPTED

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
-from jaxrl_async.errors import Closed, EndpointMisset, JaxrlError, RolloutError, is_the_runs_own_end
+from jaxrl_async.errors import (
+    Closed,
+    EndpointMisset,
+    JaxrlError,
+    RolloutError,
+    SamplersLost,
+    WeightsError,
+    is_the_runs_own_end,
+)
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.ports import Gate, Generate, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
@@ -527,8 +535,11 @@ class RolloutLoop:
         self._env_s += seconds
 
     def _forgive(self, ticket: Ticket, prompt: Prompt, error: BaseException) -> None:
-        """Give the ticket back, unless too many groups have failed in a row."""
+        """Give the ticket back, unless too many groups have failed in a row, or the samplers have
+        ended: then all would, for the same reason."""
         self._failures += 1
+        if isinstance(error, WeightsError | SamplersLost):
+            raise error
         if self._failures_in_a_row == 0:
             self._first_cause = error
         self._failures_in_a_row += 1

@@ -7,11 +7,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from jaxrl_async.errors import Closed
+from jaxrl_async.left_threads import leave_behind
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.run.signals import Stop
 
 JOIN_S = 60.0
 """Longest wait for a thread to end after everything it waits on was closed, seconds."""
+
+UPDATES = 3.0
+"""As many times its longest update the trainer is waited for, which may be in the middle of one."""
+SILENT_S = 5.0
+"""How long the trainer is waited for before that is said, seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +52,7 @@ class Failure:
 
 def run_threads(parts: Parts, stop: Stop) -> None:
     """Start all threads, wait until the trainer ends or one fails, and stop them in order. Raises
-    the first failure."""
+    the first failure, once the threads have ended or are left behind (left_threads)."""
     failure = Failure()
 
     def new_thread(
@@ -69,8 +75,9 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         stopping.callback(parts.sampling.dismiss)
         stopping.callback(parts.sampling.close)
         stopping.callback(parts.sampling.begin_to_dismiss)
-        for thread in reversed(threads):
+        for thread in reversed(threads[1:]):
             stopping.callback(_join, thread)
+        stopping.callback(_join_trainer, threads[0], parts)
         if processes is not None:
             stopping.callback(processes.stop)
         stopping.callback(parts.channel.close)
@@ -90,9 +97,28 @@ def run_threads(parts: Parts, stop: Stop) -> None:
         raise failure.error
 
 
-def _join(thread: threading.Thread) -> None:
-    if thread.ident is None:  # never started
+def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
+    """Wait for the trainer, which saves what it has made: as long as an update may take that is
+    under way, since nothing interrupts one."""
+    longest_s = max(JOIN_S, UPDATES * parts.trainer.longest_update_s)
+    if thread.ident is not None:
+        thread.join(SILENT_S)
+        if thread.is_alive():
+            log.warning(
+                "the run ends: waiting at most %.0f s for the trainer (%s), which nothing "
+                "interrupts",
+                longest_s,
+                parts.trainer.doing,
+            )
+    _join(thread, longest_s)
+
+
+def _join(thread: threading.Thread, longest_s: float | None = None) -> None:
+    """Wait for a thread that was started; leave it behind if it does not end."""
+    if thread.ident is None:
         return
-    thread.join(JOIN_S)
+    longest_s = JOIN_S if longest_s is None else longest_s
+    thread.join(longest_s)
     if thread.is_alive():
-        log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)
+        log.warning("thread %s did not end within %.0f s", thread.name, longest_s)
+        leave_behind(thread, longest_s)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.left_threads import leave_behind
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class Lifetime:
         if self.thread is None or self.is_current:
             return True
         self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            leave_behind(self.thread)
         return not self.thread.is_alive()
 
     def detach(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.errors import Closed, ConfigError, RolloutError
+from jaxrl_async.errors import Closed, ConfigError, JaxrlError, RolloutError, WeightsError
 from jaxrl_async.mesh import spans_processes
 from jaxrl_async.metrics.spans import add_span, span
 from jaxrl_async.model.policy import Policy
@@ -394,7 +394,7 @@ class DecodeLoop:
         except BaseException as error:
             self.blamed = frozenset(s.request.request_id for s in self._on_device())
             self._lifetime.fail(error)
-            log.error("the sampler stopped: %s", error, exc_info=error)
+            _tell_end(error)
             self.fail_all(error)
             self._setup.settings.followers.fail(error)
             self._end_compiling()
@@ -661,3 +661,14 @@ class DecodeLoop:
         resolve([(stage.owner, error) for stage in stages])
         self.inbox.fail_commands(error)
         self.changes.fail(error)
+
+
+def _tell_end(error: BaseException) -> None:
+    """Log what has ended a sampler. Weights that are to blame end the run with the same words; of
+    an error of ours the message says all; anything else comes with its traceback."""
+    if isinstance(error, WeightsError):
+        log.debug("the sampler stopped: %s", error)
+    elif isinstance(error, JaxrlError):
+        log.error("the sampler stopped: %s", error)
+    else:
+        log.error("the sampler stopped: %s", error, exc_info=error)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.run import loop
@@ -70,8 +71,14 @@ class Hits:
 def sampler_dies(hits: Hits, *, index: int = 0) -> Fault:
     """Raise an exception on a sampler's thread, in a block."""
 
+    return sampler_raises(hits, RuntimeError("injected: the sampler dies"), index=index)
+
+
+def sampler_raises(hits: Hits, error: Exception, *, index: int = 0) -> Fault:
+    """Raise this exception on a sampler's thread, in a block."""
+
     def strike() -> None:
-        raise RuntimeError("injected: the sampler dies")
+        raise error
 
     return _at_block(hits, index, strike)
 
@@ -236,6 +243,17 @@ def transfer_tears(hits: Hits) -> Fault:
     return _move(hits, strike)
 
 
+def transfer_scrambles(hits: Hits) -> Fault:
+    """Turn round the first axis of every array of a copy of weights to the last sampler: layers
+    get others' weights, and tokens others' embeddings."""
+
+    def strike(move: Callable[[], Any]) -> Any:
+        moved = move()
+        return jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), moved)
+
+    return _move(hits, strike)
+
+
 def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
     def fault(parts: Parts) -> None:
         link: Any = parts.channel.links[-1]
@@ -273,6 +291,31 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
             if hits.strikes():
                 parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
+            return learn(*args)
+
+        learner.learn = broken
+
+    return fault
+
+
+def update_lasts(hits: Hits, seconds: float) -> Fault:
+    """Have an update be for so long inside a program of XLA, which nothing interrupts."""
+
+    def spin(turns: Any) -> Any:
+        return jax.lax.fori_loop(0, turns, lambda _, x: jnp.sin(x), jnp.ones((1 << 14,)))
+
+    def fault(parts: Parts) -> None:
+        learner: Any = parts.trainer.learner
+        learn, program = learner.learn, jax.jit(spin)
+
+        def broken(*args: Any) -> Any:
+            if not hits.strikes():
+                return learn(*args)
+            jax.block_until_ready(program(1))
+            begin, tried = time.monotonic(), 1000
+            jax.block_until_ready(program(tried))
+            turns = int(tried * seconds / (time.monotonic() - begin))
+            jax.block_until_ready(program(turns))
             return learn(*args)
 
         learner.learn = broken

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.errors import Closed, SamplersLost, WeightsError
 from jaxrl_async.ports import Clock, Replica, ReplicaStats
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.router.dealing import Candidate
@@ -248,7 +248,7 @@ class Fleet:
         self._empty_at = now if self._empty_at is None else self._empty_at
         empty_s, wait_s = now - self._empty_at, self._wait_s or 0.0
         if empty_s >= wait_s:
-            raise RolloutError(
+            raise SamplersLost(
                 f"no sampler is there, and none has joined within {wait_s:.0f} s (remote.wait_s). "
                 "Start samplers (python -m jaxrl_async.sample --join HOST:PORT) and resume the "
                 "run, or raise remote.wait_s."
@@ -398,7 +398,7 @@ class Fleet:
         log.error("sampler %d is given up after %d restarts", seat.number, seat.restarts)
         if all(s.lost for s in self.seats) and self._wait_s is None:
             cause = seat.replica.error
-            raise RolloutError(
+            raise SamplersLost(
                 f"no sampler is left: the last one failed {seat.restarts + 1} times in a row "
                 f"({cause or 'no error: it hung, or its log-probs were not finite'}). Correct the "
                 "cause, or raise faults.sampler_restarts or faults.sampler_hang_s."

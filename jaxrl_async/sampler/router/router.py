@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.errors import Closed, RolloutError
+from jaxrl_async.errors import Closed, RolloutError, SamplersLost, WeightsError
 from jaxrl_async.ports import Clock, Replica
 from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
@@ -324,7 +324,9 @@ def _reported(report: Callable[[], tuple[Partial, ...]]) -> dict[str, Partial]:
     try:
         return {p.request.request_id: p for p in report()}
     except Exception as error:
-        log.warning("a sampler does not report its progress: %s", error)
+        ends_run = isinstance(error, WeightsError | SamplersLost)  # which says it in the end
+        level = logging.DEBUG if ends_run else logging.WARNING
+        log.log(level, "a sampler does not report its progress: %s", error)
         return {}
 
 

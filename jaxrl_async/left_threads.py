@@ -1,0 +1,99 @@
+"""Threads that are left inside a program which nothing interrupts: an update of a minute, say.
+
+Python ends a daemon thread that comes back from such a program while the interpreter exits, by
+unwinding it through C++ that does not allow that: the process aborts ("terminate called ...",
+SIGABRT), and its exit code is lost. So no interpreter exits while there is one:
+
+    a command              the process ends immediately, with the exit code of the command
+    a program that calls   it waits at its exit until the thread is out, for a limited time;
+    train()                then the process ends immediately, with LEFT_CODE
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+
+LEFT_CODE = 1
+"""Exit code of a process that could not wait any longer for a thread."""
+LEAST_S = 60.0
+"""Least of the longest wait at exit for a thread, seconds."""
+WAITING = {
+    "threading.py": ("wait", "_wait_for_tstate_lock"),
+    "selectors.py": ("select",),
+    "queue.py": ("get", "put"),
+}
+"""Functions of the standard library in which a thread that only waits is: it is harmless."""
+
+log = logging.getLogger(__name__)
+
+_left: dict[threading.Thread, float] = {}  # how long to wait for each, seconds
+_code: int | None = None  # of the command; None: this process runs no command
+os.register_at_fork(after_in_child=_left.clear)
+
+
+def leave_behind(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
+    """Take note of a daemon thread that did not end, although all that it waits for was closed.
+
+    longest_s: what it does may take at most that long.
+    """
+    if not _left:
+        atexit.unregister(_end)
+        atexit.register(_end)  # after jax's own: what was registered last is called first
+    _left[thread] = max(longest_s, LEAST_S)
+
+
+def at_exit_end_with(code: int) -> int:
+    """Have this process, which runs a command, end immediately with its exit code if a thread is
+    left; return the code."""
+    global _code
+    _code = code
+    return code
+
+
+def inside_programs() -> list[threading.Thread]:
+    """Return the threads left behind that are still inside something that is not Python."""
+    frames = sys._current_frames()
+
+    def is_inside(thread: threading.Thread) -> bool:
+        frame = frames.get(thread.ident or 0)
+        if frame is None or not thread.is_alive():
+            return False
+        file = os.path.basename(frame.f_code.co_filename)
+        return frame.f_code.co_name not in WAITING.get(file, ())
+
+    return [thread for thread in _left if is_inside(thread)]
+
+
+def _end() -> None:
+    """Let the interpreter exit once no thread is left inside a program."""
+    if _code is not None and inside_programs():
+        _end_process(_code)
+        return
+    began, said = time.monotonic(), False
+    while threads := inside_programs():
+        left_s = began + max(_left[thread] for thread in threads) - time.monotonic()
+        if left_s <= 0:
+            log.error("%s did not end: the process ends without it", threads[0].name)
+            _end_process(LEFT_CODE)
+            return
+        if not said:
+            said = True
+            log.warning(
+                "waiting at most %.0f s for thread %s: nothing interrupts the program that it is "
+                "inside",
+                left_s,
+                threads[0].name,
+            )
+        threads[0].join(min(left_s, 0.5))
+
+
+def _end_process(code: int) -> None:
+    """End immediately, with all that was written flushed."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
