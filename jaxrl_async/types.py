@@ -339,3 +339,4 @@ class VersionedParams:
     probe_logprobs: Any = (
         None  # [probe] device array, the trainer's log-probs on the probe; None: no probe
     )
+    compared: bool = False  # whether every array has the checksum of what was sent

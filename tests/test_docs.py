@@ -232,8 +232,6 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 BESIDE = {
     "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
-    "sampler.matmul=": ["weights.probe=false"],
-    "weights.dtype=": ["weights.probe=false"],
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
     "remote.": ["mesh.samplers_in=elsewhere"],
@@ -243,7 +241,6 @@ BESIDE = {
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
-    **{key: ["weights.probe=false"] for key in ("sampler.matmul=int8", "weights.dtype=int8")},
     "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
 }  # fmt: skip
 """What a setting needs to be read, by how it begins."""

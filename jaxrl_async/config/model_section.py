@@ -118,10 +118,11 @@ class WeightsSection(Section):
     float8_e4m3fn quantise the layers' matrices, with one scale per output; the rest is in
     model.dtype."""
     probe: bool = True
-    """After each publish, compare the sampler's log-probs of a fixed sequence with the
-    trainer's."""
-    probe_tolerance: float = Field(1e-3, gt=0)
-    """Largest allowed difference between those log-probs, nats."""
+    """After each publish, compare the sampler's log-probs of a prompt with the trainer's. Weights
+    that differ by more than rounding explains end the run, unless their checksums agree."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest difference between those log-probs that is not warned of, nats; null: what rounding
+    explains, by data types, platform, number of layers and size of the log-probs."""
     checksum: bool = True
     """After each transfer, compare a checksum of every array on both sides before the weights are
     used."""

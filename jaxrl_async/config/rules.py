@@ -391,20 +391,6 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 # --- weights and memory --------------------------------------------------------------------------
 
 
-@rule(job="rl")
-def the_probe_tolerates_eight_bits(config: Config) -> Iterator[str]:
-    """Require a tolerance that rounding to 8 bits does not exceed."""
-    weights, rounds = config.weights, config.sampler.matmul == "int8"
-    if (weights.eight_bits or rounds) and weights.probe and weights.probe_tolerance < 0.01:
-        setting = "sampler.matmul=int8" if rounds else f"weights.dtype={weights.dtype}"
-        yield (
-            f"{setting} rounds the sampler's weights, so that its log-probs on "
-            "the probe differ from the trainer's by more than weights.probe_tolerance "
-            f"({weights.probe_tolerance:g}). Raise it to about 0.5 nats, or set "
-            "weights.probe=false."
-        )
-
-
 @rule()
 def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterator[str]:
     """Require weights that sampler.matmul=int8 can round: of those in float8 or 4 bits, products

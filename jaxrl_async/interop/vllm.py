@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, RolloutError, WeightsError
+from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
 from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.ports import WeightSource
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
+from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, Waiter, resolve
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ CLOSE_S = 10.0
 """Longest wait for the thread to end, seconds."""
 LEAST_TEMPERATURE = 0.01
 """vLLM draws at this temperature where a lower one above 0 is asked for."""
+ADVICE = (
+    "Start the server with --dtype of model.dtype and without --quantization, and look whether it "
+    "reads the folder of the weights."
+)
+"""What to look at where a server computes something else than the trainer."""
 MAX_ABORTS = 8
 """How often a server may abort one request before that counts as a fault of the server."""
 
@@ -251,6 +256,9 @@ class VllmLoop:
         """Begin by loading `update`."""
         self._server, self._settings, self._lifetime = server, settings, lifetime
         self._source, self._folder = source, folder
+        probe = settings.probe
+        whose = f"the vLLM server at {server.url}: its"
+        self._judge = None if probe is None else ProbeJudge(probe, whose, ADVICE)
         self._events: asyncio.AbstractEventLoop | None = None  # of the thread, once it runs
         self._paused = asyncio.Event()
         self._next: VersionedParams | None = update
@@ -446,23 +454,16 @@ class VllmLoop:
         return pause_s
 
     async def _check(self, update: VersionedParams) -> None:
-        """Raise WeightsError unless the server's log-probs on the probe are the trainer's."""
-        probe = self._settings.probe
-        if probe is None or update.probe_logprobs is None:
+        """Raise WeightsError if the server's log-probs on the probe are not the trainer's
+        (ProbeJudge)."""
+        judge = self._judge
+        if judge is None or update.probe_logprobs is None:
             return
-        theirs = await self._server.logprobs_of(probe.token_ids)
+        theirs = await self._server.logprobs_of(judge.probe.token_ids)
         ours = await asyncio.to_thread(np.asarray, update.probe_logprobs)
-        error = float(np.max(np.abs(theirs - ours)))
+        error = judge.judge(update.version, theirs, ours, compared=False)
         longest = max(error, self.stats.max_probe_error)
         self.stats = replace(self.stats, probe_error=error, max_probe_error=longest)
-        if not error <= probe.tolerance:
-            raise WeightsError(
-                f"weights of version {update.version}: the log-probs of the vLLM server at "
-                f"{self._server.url} on the probe differ from the trainer's by {error:.3g} nats, "
-                f"more than weights.probe_tolerance ({probe.tolerance:.3g}). Start the server with "
-                "--dtype of model.dtype and without --quantization; raise the tolerance to about "
-                "0.1 for bfloat16."
-            )
 
     # ---- the end
 

@@ -16,4 +16,5 @@ class AdapterChange:
     params: Params | None  # of adapter_stack.fitted_adapter; None: unload
     version: int | None = None  # None: the next one
     probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: it is not checked
+    compared: bool = False  # see types.VersionedParams
     done: "Future[PlacedAdapter | None]" = field(default_factory=Future)

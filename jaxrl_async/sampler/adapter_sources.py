@@ -64,6 +64,7 @@ class AdapterSources:
                 params=update.params,
                 version=update.version,
                 probe_logprobs=update.probe_logprobs,
+                compared=update.compared,
             )
             self.staged.add(name)
             change.done.add_done_callback(self._told(name, source))

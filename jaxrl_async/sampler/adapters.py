@@ -165,7 +165,10 @@ class AdapterChanges:
         )
         if change.probe_logprobs is not None:
             update = VersionedParams(
-                version=new.version, params=params, probe_logprobs=change.probe_logprobs
+                version=new.version,
+                params=params,
+                probe_logprobs=change.probe_logprobs,
+                compared=change.compared,
             )
             alone = self._engine.prepare(params, weights.prepared)
             self.probe_error = self._check.error_of(

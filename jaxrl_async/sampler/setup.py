@@ -41,8 +41,8 @@ from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import INT32_END, Room
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)

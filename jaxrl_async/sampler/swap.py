@@ -7,7 +7,6 @@ finished first while the new weights wait (drain).
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_async.errors import ConfigError, WeightsError
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
@@ -24,18 +23,18 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.renewal import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.types import FloatArray, IntArray, VersionedParams
 
 LogprobsOf = Callable[[IntArray], Any]
 """Untempered log-probs of all tokens of a sequence but the first, [n - 1] float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A fixed sequence on which the sampler's log-probs must agree with the trainer's."""
-
-    token_ids: IntArray  # [probe] int32
-    tolerance: float  # largest difference, nats
+ADVICE = (
+    "Compare weights.dtype with model.dtype, and look at how weights reach this sampler "
+    "(remote.transfer, weights.checksum)."
+)
+"""What to look at where a sampler of ours computes something else than the trainer."""
 
 
 class SwapCheck:
@@ -50,6 +49,7 @@ class SwapCheck:
     ) -> None:
         """Make the check; without a probe every swap passes."""
         self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
+        self._judge = None if probe is None else ProbeJudge(probe, "the sampler's", ADVICE)
         self._device_lock = device_lock
 
     def checked(self, where: str, logprobs: Any) -> FloatArray:
@@ -69,12 +69,12 @@ class SwapCheck:
         return given
 
     def error_of(self, update: VersionedParams, logprobs_of: LogprobsOf | None = None) -> float:
-        """Return the largest difference, nats; 0 without a probe. Raises WeightsError above the
-        tolerance.
+        """Return the largest difference, nats; 0 without a probe. Raises WeightsError for weights
+        that are not the trainer's (ProbeJudge).
 
         logprobs_of: computes them; None: from the update, which has all weights.
         """
-        if self._probe is None or update.probe_logprobs is None:
+        if self._probe is None or self._judge is None or update.probe_logprobs is None:
             return 0.0
         token_ids = self._probe.token_ids
         with self._device_lock:
@@ -83,16 +83,7 @@ class SwapCheck:
             else:
                 logprobs = logprobs_of(token_ids)
             sampler, trainer = whole(logprobs), np.asarray(update.probe_logprobs)
-        error = float(np.max(np.abs(sampler - trainer)))
-        if not error <= self._probe.tolerance:
-            raise WeightsError(
-                f"weights of version {update.version}: the sampler's log-probs on the probe "
-                f"differ from the trainer's by {error:.3g} nats, more than "
-                f"weights.probe_tolerance ({self._probe.tolerance:.3g}). The transfer or the "
-                "sampler's number type is the likely cause: compare weights.dtype with "
-                "model.dtype, or raise the tolerance for bfloat16."
-            )
-        return error
+        return self._judge.judge(update.version, sampler, trainer, compared=update.compared)
 
 
 class SwappedWeights:

@@ -98,7 +98,7 @@ class Subscription:
             self._repeat(delivery, error)
             return self.poll(wait=wait) if wait else None
         if self._take(delivery):
-            return delivery.update
+            return delivery.sound
         return self.poll(wait=wait)  # a newer one was staged while this sampler joined
 
     def live(self, version: int) -> None:

@@ -62,9 +62,14 @@ class Delivery:
         update = replace(self.update, params=link.move(self.held))
         return replace(self, update=update, finished=False, repeated=True)
 
+    @property
+    def sound(self) -> VersionedParams:
+        """The update, once `check` has passed."""
+        return replace(self.update, compared=self.update.compared or self.sums is not None)
+
     def released(self) -> "Delivery":
         """Let go of the source: the update has arrived sound."""
-        return replace(self, held=None, sums=None)
+        return replace(self, update=self.sound, held=None, sums=None)
 
 
 def send(link: Link, update: VersionedParams, *, checksum: bool) -> Delivery:

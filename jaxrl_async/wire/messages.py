@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_async.types import Completion, FloatArray, Partial, Request
+from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
 PROTOCOL = 3
 """Number of this set of messages; both sides must have the same."""
@@ -47,6 +47,7 @@ class Welcome:
     seed: int
     layout_hash: str  # of the weights that it will be offered (weights.manifest)
     run: str  # name of the run
+    probe_ids: IntArray | None = None  # [probe] tokens on which new weights are checked; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_in_reply
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports import FIXED_WEIGHTS, Replica
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import Room
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
@@ -253,10 +253,10 @@ def test_log_probs_that_are_not_the_trainers_end_the_run(server, make, params, c
         router.generate([request()])
         channel.wait_live(1, 20)
         assert sampler.stats().max_probe_error == pytest.approx(0.0005, rel=1e-2)
-        channel.publish(2, trained(params, 2), np.array([-1.0, -2.5, -3.0], np.float32))
+        channel.publish(2, trained(params, 2), np.array([-1.5, -2.5, -3.6], np.float32))
         until(lambda: router.error is not None)
         assert isinstance(router.error, WeightsError)
-        assert "differ from the trainer's by 0.5 nats" in str(router.error)
+        assert "half of the tokens differ by more than 0.5 nats" in str(router.error)
 
 
 # ---- faults

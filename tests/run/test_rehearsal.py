@@ -39,7 +39,7 @@ TINY = (
 KINDS = {
     "plain": ("mesh.sampler.tensor=1",),
     "divided": ("mesh.sampler.tensor=2", "mesh.samplers=2"),
-    "eight bits": ("weights={dtype: int8, checksum: true, probe_tolerance: 1.0}",),
+    "eight bits": ("weights={dtype: int8, checksum: true}",),
     "adapters": ("model.lora={rank: 2, alpha: 4, base: nf4}",),
     "masks": ("sampler.top_k=4", "algorithm.keep_sampling_mask=true"),
 }

@@ -25,9 +25,10 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.adapter_change import AdapterChange
 from jaxrl_async.sampler.adapters import AdapterChanges
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
-from jaxrl_async.sampler.swap import Probe, SwapCheck
+from jaxrl_async.sampler.swap import SwapCheck
 from jaxrl_async.types import Completion, SamplingParams
 
 MOE = ModelSpec.from_architecture(

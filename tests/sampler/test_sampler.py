@@ -22,9 +22,9 @@ from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
 from jaxrl_async.rollout.quota import Quota
 from jaxrl_async.sampler.batch.outcomes import ended
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
 

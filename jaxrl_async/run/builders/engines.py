@@ -23,8 +23,8 @@ from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import Room
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push

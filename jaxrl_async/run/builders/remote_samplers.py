@@ -23,6 +23,7 @@ from jaxrl_async.run.builders.samplers import (
     Sampling,
     SentWeights,
     make_router,
+    run_probe_ids,
     sampler_settings,
     sent_once,
     sent_weights,
@@ -35,7 +36,7 @@ from jaxrl_async.run.remote.pinning import place_of_sampler
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
 from jaxrl_async.sampler.setup import kv_plan, room_of
-from jaxrl_async.types import VersionedParams
+from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
@@ -75,7 +76,7 @@ def make_remote_sampling(
             None: `weights` are all weights.
     """
     faults, spec = inputs.faults, inputs.spec
-    settings = sampler_settings(config, spec)
+    settings = sampler_settings(config, spec, run_probe_ids(inputs))
     sent = sent_weights(config.weights, config.model, spec)
     secret = read_secret() or _own_secret(config)
     channel = make_remote_channel(config, inputs, sent, weights.version, gate, lockstep, secret)
@@ -93,7 +94,7 @@ def make_remote_sampling(
             router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
         )
     members = Members(
-        invitation(config, spec, sent),
+        invitation(config, spec, sent, run_probe_ids(inputs)),
         channel,
         router,
         check,
@@ -131,7 +132,9 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
     return PrivateCopy(where, sent.conversion)(base)
 
 
-def invitation(config: Config, spec: ModelSpec, sent: SentWeights) -> Invitation:
+def invitation(
+    config: Config, spec: ModelSpec, sent: SentWeights, probe_ids: IntArray
+) -> Invitation:
     """Return what a sampler that joins is told, and has to agree with."""
     dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
@@ -140,6 +143,7 @@ def invitation(config: Config, spec: ModelSpec, sent: SentWeights) -> Invitation
         spec=spec,
         layout_hash=manifest_of(sent.lowered).layout_hash,
         places=plan.slots + plan.reserve,
+        probe_ids=probe_ids,
     )
 
 

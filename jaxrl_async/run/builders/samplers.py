@@ -27,19 +27,16 @@ from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.probe import Probe, probe_tokens, rounding_share
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
-from jaxrl_async.sampler.swap import Probe
-from jaxrl_async.trainer.trainer import probe_tokens
 from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
 
-PROBE_LENGTH = 16
-"""Tokens of the sequence that trainer and sampler compare log-probs on."""
 AWAKE_S = 5.0
 """Most of the time between two looks at the samplers that is charged to them, seconds: a suspended
 process is no sampler that hangs."""
@@ -200,17 +197,42 @@ def _push(sent: SentWeights, trainer: Mesh, sampler: Mesh) -> Push:
     )
 
 
-def sampler_settings(config: Config, spec: ModelSpec) -> SamplerSettings:
-    """Return what all samplers of a run have in common, wherever they run."""
-    probe = None
-    if config.weights.probe:
-        tokens = probe_tokens(spec.vocab, PROBE_LENGTH)
-        probe = Probe(token_ids=tokens, tolerance=config.weights.probe_tolerance)
+def sampler_settings(
+    config: Config, spec: ModelSpec, probe_ids: IntArray | None = None
+) -> SamplerSettings:
+    """Return what all samplers of a run have in common, wherever they run.
+
+    probe_ids: run_probe_ids of the run; None: nobody knows its prompts here.
+    """
     return SamplerSettings(
         dtype=jnp.dtype(config.model.dtype),
         keep_routing=config.algorithm.keep_routing,
-        probe=probe,
+        probe=make_probe(config, spec, probe_ids) if config.weights.probe else None,
         mixes=asked_mixes(config) if config.sampler.compile_ahead else (),
+    )
+
+
+def run_probe_ids(inputs: Inputs) -> IntArray:
+    """Return the tokens on which a run's trainer and samplers compare log-probs: of its held-out
+    prompts, which are the same in every process."""
+    return probe_tokens([prompt.token_ids for prompt in inputs.held_out], inputs.spec.vocab)
+
+
+def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> Probe:
+    """Return the probe of all samplers of a run, with what rounding may do to it."""
+    weights, model, matmul = config.weights, config.model, config.sampler.matmul
+    narrow = "bfloat16" in (model.dtype, weights.dtype, matmul)
+    sent = sent_weights(weights, model, spec).conversion
+    return Probe(
+        token_ids=probe_tokens((), spec.vocab) if token_ids is None else token_ids,
+        rounding=rounding_share(
+            dtype="bfloat16" if narrow else model.dtype,
+            rounded_to=weights.eight_bits or ("int8" if matmul == "int8" else None),
+            platform=jax.default_backend(),
+            layers=spec.layers,
+        ),
+        tolerance=weights.probe_tolerance,
+        as_trained=sent.convert is None and sent.dtype == jnp.dtype(model.param_dtype),
     )
 
 
@@ -227,7 +249,7 @@ def asked_mixes(config: Config) -> tuple[Mix, ...]:
 def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings:
     """Return the settings of a sampler on a mesh of this process."""
     return replace(
-        sampler_settings(config, inputs.spec),
+        sampler_settings(config, inputs.spec, run_probe_ids(inputs)),
         images=inputs.tokenizer.images,
         one_thread=uses_one_thread(mesh, colocated=inputs.slices.colocated),
     )
@@ -293,7 +315,7 @@ def make_sampling(
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
     router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.home)
-    probe = sampler_settings(config, spec).probe_tokens
+    probe = run_probe_ids(inputs) if config.weights.probe else None
     return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
 
 
@@ -304,7 +326,7 @@ def make_foreign_sampling(
     gate: ReplayBuffer | ReplayedBuffer,
 ) -> Sampling:
     """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
-    settings = sampler_settings(config, inputs.spec)
+    settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
     engines, channel = make_engines(
         config,
         inputs.spec,

@@ -22,6 +22,7 @@ from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.remote.replica import RemoteReplica
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.types import IntArray
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.wire.address import Address, advertised_address, write_join_file
 from jaxrl_async.wire.hub import Hub
@@ -52,6 +53,7 @@ class Invitation:
     spec: ModelSpec
     layout_hash: str  # of the weights that it will be offered
     places: int  # requests that a sampler holds at once
+    probe_ids: IntArray | None = None  # tokens on which new weights are checked; None: any
 
     def welcome(self, hello: Hello) -> Welcome:
         """Return the answer to a sampler. Raises JoinRefused."""
@@ -72,6 +74,7 @@ class Invitation:
             seed=self.config.run.seed,
             layout_hash=self.layout_hash,
             run=self.config.run.name,
+            probe_ids=self.probe_ids,
         )
 
 

@@ -65,7 +65,7 @@ class SamplerParts:
     def setup(self, followers: Followers = NO_FOLLOWERS) -> SamplerSetup:
         """Return the setup of the sampler. followers: its other processes, where this one leads."""
         settings = replace(
-            sampler_settings(self.config, self.spec),
+            sampler_settings(self.config, self.spec, self.welcome.probe_ids),
             one_thread=uses_one_thread(self.mesh, colocated=False),
             followers=followers,
         )

@@ -24,6 +24,7 @@ from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_lo
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import warm_started
+from jaxrl_async.run.builders.samplers import run_probe_ids
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, claimed, write_config
@@ -77,8 +78,9 @@ def assemble_several(
         for one in opened.values():
             one.inputs.faults.add(fault, number)
 
-    slices = next(iter(opened.values())).inputs.slices
-    samplers = make_shared_samplers(config, base, slices, locks, count)
+    inputs = next(iter(opened.values())).inputs
+    slices = inputs.slices
+    samplers = make_shared_samplers(config, base, slices, locks, count, run_probe_ids(inputs))
     closing.callback(samplers.router.close)
     turns, parts = Turns(config.faults.watchdog_s), dict[str, Parts]()
     for name, one in opened.items():

@@ -27,7 +27,7 @@ from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.run.several.adapter_generate import AdapterGenerate
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.types import VersionedParams
+from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 
@@ -40,6 +40,7 @@ class SharedSamplers:
     spec: ModelSpec
     samplers: Sequence[Sampler]
     router: Router
+    probe_ids: IntArray | None  # tokens on which all runs' adapters are checked; None: on none
 
     def of_run(self, name: str) -> SharedSampling:
         """Return what takes in the run of this name: its adapter gets a place in each sampler, and
@@ -70,7 +71,7 @@ class SharedSamplers:
                 router=self.router,
                 channel=channel,
                 publisher=channel,
-                probe=sampler_settings(own, spec).probe_tokens,
+                probe=self.probe_ids,
                 named=AdapterGenerate(name, self.router),
             )
 
@@ -83,6 +84,7 @@ def make_shared_samplers(
     slices: Slices,
     locks: Locks,
     count: Callable[[str, int], None],
+    probe_ids: IntArray,
 ) -> SharedSamplers:
     """Make the samplers with the base alone, and places for the adapters of config.runs.
 
@@ -92,10 +94,11 @@ def make_shared_samplers(
         slices: of trainer and samplers.
         locks: of the devices.
         count: takes note of faults.
+        probe_ids: tokens on which adapters are checked (run_probe_ids of any run).
     """
     lora, spec = config.model.lora, base.spec
     settings = replace(
-        sampler_settings(config, spec),
+        sampler_settings(config, spec, probe_ids),
         device_lock=locks.sampler,
         adapters=AdapterRoom(places=len(config.runs), rank=lora.rank, targets=lora.targets),
     )
@@ -115,4 +118,11 @@ def make_shared_samplers(
         for i, mesh in enumerate(slices.samplers)
     ]
     router = make_router(config.faults, samplers, count, same_adapters=True)
-    return SharedSamplers(config=config, slices=slices, spec=spec, samplers=samplers, router=router)
+    return SharedSamplers(
+        config=config,
+        slices=slices,
+        spec=spec,
+        samplers=samplers,
+        router=router,
+        probe_ids=settings.probe_tokens,
+    )

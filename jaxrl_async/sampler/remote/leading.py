@@ -37,6 +37,7 @@ from jaxrl_async.wire.messages import Begin, Dismissed, JointRound, Leave, Ready
 
 log = logging.getLogger(__name__)
 
+NO_IDS = np.zeros(0, np.int32)
 LOST_EXIT = 1
 """Exit code of a process whose sampler has lost another of its processes."""
 
@@ -68,7 +69,7 @@ def alike_hash(setup: SamplerSetup) -> str:
         setup.section.model_dump_json(),
         setup.seed,
         setup.plan,
-        None if probe is None else (probe.token_ids.tolist(), probe.tolerance),
+        None if probe is None else (probe.token_ids.tolist(), replace(probe, token_ids=NO_IDS)),
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

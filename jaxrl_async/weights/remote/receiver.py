@@ -230,7 +230,10 @@ class WeightReceiver:
             if order.abort.is_set():
                 raise WeightsError("the transfer was aborted")
             self.staged = VersionedParams(
-                version=offer.version, params=fetched.params, probe_logprobs=offer.probe_logprobs
+                version=offer.version,
+                params=fetched.params,
+                probe_logprobs=offer.probe_logprobs,
+                compared=self._fetching.compares(fetched, offer.where),
             )
             self.changed.notify_all()
         return Staged(

@@ -41,16 +41,20 @@ class SoundFetching:
                 "section for both"
             )
         fetched = self.fetching.fetch(version, where, sources, abort)
-        if not fetched.compared:
-            self._compare_sums(fetched.params, where)
+        if not fetched.compared and self.compares(fetched, where):
+            self._compare_sums(fetched.params, where["sums"])
         return fetched
 
-    def _compare_sums(self, params: Params, where: Mapping[str, Any]) -> None:
-        """Raise WeightsError unless all arrays have the checksums of the trainer's. Not where other
-        processes of the sampler hold parts of them: the transport has compared every piece."""
-        sent = where.get("sums")
-        if sent is None or not all(x.is_fully_addressable for x in jax.tree.leaves(params)):
-            return
+    @staticmethod
+    def compares(fetched: Fetched, where: Mapping[str, Any]) -> bool:
+        """Return whether all arrays are compared with the trainer's where they lie now. Not where
+        other processes of the sampler hold parts of them: then the transport has compared every
+        piece before it was copied to its device."""
+        whole = all(x.is_fully_addressable for x in jax.tree.leaves(fetched.params))
+        return fetched.compared or (where.get("sums") is not None and whole)
+
+    def _compare_sums(self, params: Params, sent: Sequence[int]) -> None:
+        """Raise WeightsError unless all arrays have the checksums of the trainer's."""
         received = self.checksums(params)
         if received is None:
             raise WeightsError("copies of one array differ between devices")

@@ -30,13 +30,13 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.ports import FixedWeights, Session, Unrecorded
+from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.remote.following import follow
 from jaxrl_async.sampler.remote.joint_weights import JointWeights, OfferRelay
 from jaxrl_async.sampler.remote.leading import FollowerCrew, leading_sampler
 from jaxrl_async.sampler.remote.meeting import FollowerHub, LeaderPlace, dial_leader
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, build_setup
-from jaxrl_async.sampler.swap import Probe
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import Completion, Request, SamplingParams, VersionedParams
 from jaxrl_async.wire.messages import Live, Offer, Staged, Welcome
