@@ -45,6 +45,12 @@ class Run:
         return read_lines(self._paths.samples)
 
     @property
+    def answers(self) -> list[dict[str, Any]]:
+        """Answers to the first held-out prompts at each evaluation: prompt, completion, reference,
+        reward and version."""
+        return read_lines(self._paths.answers) if self._paths.answers.exists() else []
+
+    @property
     def report(self) -> Path:
         """The run on one HTML page."""
         return self._paths.report

@@ -38,6 +38,7 @@ class EvalSample:
     completion: str  # empty without a decode function
     reference: str
     reward: float
+    version: int  # of the weights that gave it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,7 @@ def eval_result(
                 completion=decode(episode.token_ids[episode.drawn]) if decode else "",
                 reference=prompt.reference,
                 reward=score.total,
+                version=int(episode.versions.max(initial=0)),
             )
             for prompt, (episode, score) in list(zip(prompts, played, strict=True))[:num_samples]
         ),

@@ -46,6 +46,11 @@ class Paths:
         return self.root / "samples.jsonl"
 
     @property
+    def answers(self) -> Path:
+        """Answers to the first held-out prompts at each evaluation, one JSON object each."""
+        return self.root / "answers.jsonl"
+
+    @property
     def ledger(self) -> Path:
         """What became of each group, one JSON object each."""
         return self.root / "ledger.jsonl"

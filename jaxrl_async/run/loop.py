@@ -52,6 +52,7 @@ from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import folders
 from jaxrl_async.run.several.run_several import run_several
+from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
@@ -148,7 +149,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
     shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
     width = max(map(len, shown))
     where = [f"{what:<{width}}  {place}" for what, place in shown.items()]
-    return achievements(paths.metrics), where
+    return [*achievements(paths.metrics), *before_and_after(paths.answers)], where
 
 
 def _of_several(config: Config) -> tuple[list[str], list[str]]:

@@ -31,7 +31,7 @@ from jaxrl_async.metrics.trackers import (
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, evaluate
+from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
 from jaxrl_async.run.conversations import contexts_of
 from jaxrl_async.run.copies.thread import counting
 from jaxrl_async.run.folder import Paths
@@ -41,7 +41,7 @@ from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.trainer.beside import Finish
 from jaxrl_async.trainer.sight import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
-from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, Prompt
+from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, IntArray, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -302,6 +302,8 @@ class Evaluation:
     faults: FaultCounts
     gives_up: Callable[[], bool]  # asked while answers are waited for; True leaves it out
     effort: EvalEffort = ONE_TRY
+    decode: Callable[[IntArray], str] | None = None
+    write: Callable[[Sequence[EvalSample]], None] = lambda samples: None  # the first answers
     # the part CORRECT, once an answer had it: without it all are wrong from then on
     known: set[str] = field(default_factory=set)
 
@@ -324,6 +326,8 @@ class Evaluation:
             log.warning("an evaluation is left out: %s", error)
         if not all(self.lockstep.gather_json(result is not None)) or result is None:
             return {"time/eval_s": time.perf_counter() - start}
+        if self.lockstep.writes:
+            self.write(result.samples)
         if any(self.lockstep.gather_json(result.accuracy is not None)):
             self.known.add(CORRECT)
         metrics = {
@@ -360,6 +364,7 @@ class Evaluation:
             max_new_tokens=self.limits.max_new_tokens,
             max_length=self.limits.max_length,
             make_env=self.make_env,
+            decode=self.decode,
             level=self.limits.priority.first,
             effort=self.effort,
         )

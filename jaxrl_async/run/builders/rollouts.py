@@ -53,6 +53,7 @@ class Records:
     ledger: Ledger  # the run's
     buffer_ledger: Ledger  # this process's buffer's; of one process the same
     schedule: RunSchedule
+    answers: Path  # file of answers to held-out prompts
 
 
 def open_records(
@@ -94,6 +95,7 @@ def open_records(
         ledger=ledger,
         buffer_ledger=lockstep.buffer_ledger(ledger),
         schedule=recording if recorded is None else Replay(recorded, recording),
+        answers=paths.answers,
     )
 
 

@@ -15,6 +15,7 @@ from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.outlets import Evaluation, StepReporter
 from jaxrl_async.run.rates import Observer
+from jaxrl_async.run.shown_answers import answers_writer
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import SamplingParams
@@ -97,6 +98,8 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
             backoff_s=config.faults.backoff_s,
             count=inputs.faults.add,
         ),
+        decode=inputs.tokenizer.decode,
+        write=answers_writer(side.records.answers),
         lockstep=lockstep,
         faults=inputs.faults,
         gives_up=side.gives_up,
