@@ -379,8 +379,9 @@ def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
 
     These are true for 1, bytes or NUL for text, and huge integers.
     """
-    if isinstance(value, bool) or target.annotation is bool:
-        return not isinstance(value, bool) or target.annotation is not bool
+    alternatives = _alternatives(target.annotation)
+    if isinstance(value, bool) or bool in alternatives:
+        return not (type(value) in alternatives or (value is None and type(None) in alternatives))
     if isinstance(value, int):
         return abs(value) >= MAX_INTEGER
     if _is_choice(target) and isinstance(value, dict):

@@ -4,6 +4,7 @@ task: {reasoning_gym:spell_backward: {max_word_len: 4}}     the arguments are th
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import CORRECT
+
+log = logging.getLogger(__name__)
 
 LIBRARY = "reasoning_gym"
 TRAINING_SIZE = 100_000
@@ -49,10 +52,15 @@ class ReasoningScore:
         self.__name__ = "reasoning_gym"
 
     def __call__(self, completion: str, index: int) -> dict[str, float]:
-        """Score an answer: what it has between <answer> and </answer>, else all of it."""
+        """Score an answer: what it has between <answer> and </answer>, else all of it; 0 where the
+        dataset cannot read it."""
         answer = self._extract(completion)
         answer = completion.strip() if answer is None else answer
-        score = float(self._dataset.score_answer(answer, self._dataset[index]))
+        try:
+            score = float(self._dataset.score_answer(answer, self._dataset[index]))
+        except Exception as error:  # some raise on what is no number
+            log.debug("%.80r scores 0: %s: %s", answer, type(error).__name__, error)
+            score = 0.0
         return {CORRECT: min(max(score, 0.0), 1.0)}
 
 

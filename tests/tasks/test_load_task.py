@@ -181,3 +181,12 @@ def test_the_calculator_computes(expression, value):
 def test_the_calculator_computes_nothing_else(expression):
     with pytest.raises((ValueError, ZeroDivisionError)):
         calculate(expression)
+
+
+def test_an_answer_that_a_datasets_scorer_raises_on_scores_nothing():
+    """prime_factorization converts each factor by int()."""
+    task = load_task({"reasoning_gym:prime_factorization": {"size": 4, "eval_size": 1}})
+    record = task.records[0]
+    score = task.rewards[0]
+    assert score("12 = n^2", record["index"]) == {"correct": 0.0}
+    assert score(record["answer"], record["index"]) == {"correct": 1.0}
