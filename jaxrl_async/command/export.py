@@ -20,8 +20,14 @@ from typing import Any
 
 from jaxrl_async import __version__
 from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.gguf_folder import POINTER
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
+
+GGUF_BASE = (
+    ", which stands for a GGUF file and has no weights that PEFT reads: export that, too "
+    "(jaxrl-async export FILE.gguf OUT), and give PEFT the folder"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +75,8 @@ def _written(args: argparse.Namespace) -> str:
             raise ConfigError(f"--adapter-only: {args.source} trains all weights.")
         policy.save_adapter(args.out, base)
         _write_card(args, paths)
-        return f"{args.out}: the adapter alone, as PEFT reads it; its base is {base}"
+        hint = GGUF_BASE if base and (Path(base) / POINTER).is_file() else ""
+        return f"{args.out}: the adapter alone, as PEFT reads it; its base is {base}{hint}"
     policy.save_pretrained(args.out)
     _write_card(args, paths)
     return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
