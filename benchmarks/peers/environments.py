@@ -51,7 +51,10 @@ ENVIRONMENTS = {
         script="worker_transformers.py",
         words=("continuous",),
     ),
-    "trl": Environment(folder="trl", requirements=("trl==1.16.0", "transformers==5.23.0", *TORCH)),
+    "trl": Environment(
+        folder="trl",
+        requirements=("trl==1.16.0", "transformers==5.23.0", *TORCH, "peft==0.21.2"),
+    ),
 }
 
 
