@@ -143,6 +143,12 @@ def test_a_shipped_plan_has_the_roles_of_its_command(file):
         shared = section.trainer.num_devices
         assert parse_slice(topology).num_devices == shared == section.sampler.num_devices
         return
+    if section.samplers_in == "threads":
+        assert "--sampler-topology" not in words
+        topology = words[words.index("--topology") + 1]
+        taken = section.trainer.num_devices + section.samplers * section.sampler.num_devices
+        assert parse_slice(topology).num_devices == taken
+        return
     topology, samplers = (words[words.index(w) + 1] for w in ("--topology", "--sampler-topology"))
     assert section.samplers_in == "elsewhere"
     assert parse_slice(topology).num_devices == section.trainer.num_devices
