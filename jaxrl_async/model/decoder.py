@@ -505,7 +505,7 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
         logits = packed_product(y, params[PACKED_HEAD], spec.vocab, used, rounds=mixed)
         return bounded(logits, spec.scales)
     if mixed:
-        y = _final_norm(spec, params, x)
+        y = _final_norm(spec, params, x).astype(jnp.float32)  # the sum's type is the logits'
         return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
     head = output_head(spec, params).astype(x.dtype)
     y = _final_norm(spec, params, x)

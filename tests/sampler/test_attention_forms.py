@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from heard_compiles import compiles_of_samplers
@@ -366,6 +367,14 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch)
         done = sampler.generate(WISHES if calls == 2 else WISHES[:4])
         sampler.close()
     assert [c.token_ids.tolist() for c in done] == wanted[: len(done)]
+
+
+def test_bfloat16_products_of_a_model_in_bfloat16_change_nothing() -> None:
+    settings, answers = SamplerSettings(dtype=jnp.bfloat16), []
+    for matmul in ("full", "bfloat16"):
+        with make_sampler(matmul=matmul, settings=settings) as sampler:
+            answers.append(sampler.generate([request(0, sampling=SamplingParams(temperature=0))]))
+    assert answers[0][0].token_ids.tolist() == answers[1][0].token_ids.tolist()
 
 
 @pytest.mark.exhaustive
