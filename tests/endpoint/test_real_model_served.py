@@ -75,7 +75,7 @@ def test_a_conversation_is_answered_with_the_texts_of_generate_streamed_or_not(
         talks.append(talk)
         answers.append(whole.message.content)
         talk = [*talk, {"role": "assistant", "content": whole.message.content}]
-    assert len([piece for piece in pieces if piece]) > 1, "the long one comes in pieces"
+    assert len([piece for piece in pieces if piece]) > 1, "a long answer is streamed in pieces"
     assert "Paris" in answers[0] and "Rome" in answers[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -63,7 +63,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recipe(cache: None, tmp_path_factory: pytest.TempPathFactory) -> jr.Run:
-    """The recipe's first two updates, small; the learning rate is that of the peak at once."""
+    """The recipe's first two updates, small, with the full learning rate from the first one on."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "digits.py").write_text(DIGITS)
     return jr.train(

@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def started(folder: Path, name: str, *wishes: str) -> "subprocess.Popen[bytes]":
-    """Begin the recipe, tiny, in a process of its own, on one device."""
+    """Begin the recipe, tiny, in a separate process on one device."""
     place = (f"run.dir={folder}", f"run.name={name}")
     command = [sys.executable, "-m", "jaxrl_async.train", str(CONFIGS / "smollm2.yaml")]
     with (folder / f"{name}.log").open("ab") as log:
@@ -114,9 +114,9 @@ def test_an_adapter_learns_on_the_files_own_blocks_of_4_bits(tmp_path: Path) -> 
     lines = ended(started(tmp_path, "blocks", *wishes), tmp_path, "blocks")
     log = (tmp_path / "blocks.log").read_text()
     assert "blocks" in log, log
-    learnt = [line for line in lines if "train/loss" in line]
-    assert len(learnt) == 2 and all(np.isfinite(line["train/loss"]) for line in learnt)
-    assert max(line["mismatch/mean"] for line in learnt) < 1e-4
+    updates = [line for line in lines if "train/loss" in line]
+    assert len(updates) == 2 and all(np.isfinite(line["train/loss"]) for line in updates)
+    assert max(line["mismatch/mean"] for line in updates) < 1e-4
     raw = read_lines(tmp_path / "blocks/metrics.jsonl")
     probes = [line["weights/probe_error"] for line in raw if "weights/probe_error" in line]
     assert probes and max(probes) < 1e-2
