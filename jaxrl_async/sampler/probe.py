@@ -26,8 +26,10 @@ from jaxrl_async.types import FloatArray, IntArray
 
 LENGTH = 32
 """Tokens of a probe."""
-LEAST_NATS = 1e-3
-"""Differences below this are never told, nats."""
+LEAST_NATS = 5e-3
+"""Differences below this are never told, nats. The first tokens of a text have hidden states of
+thousands in some models: SmolLM2's second token differs by 0.0015 nats in float32, where the median
+is 0.00001."""
 FLOAT32 = 1e-5
 """Rounding of a log-prob, as a share of 1 + |log-prob| and for each square root of a layer."""
 TENSOR_FLOAT32 = 4e-3
