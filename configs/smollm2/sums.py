@@ -4,10 +4,9 @@ import numpy as np
 
 import jaxrl_async as jr
 
-
 SHOWN = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
-"""What precedes each question: without an example a model of this size answers in sentences, is never
-right, and has nothing to learn from."""
+"""What precedes each question. Without an example a model of this size answers in sentences, is
+never right, and has nothing to learn from."""
 
 
 def sums(most: int = 10, eval_size: int = 64, seed: int = 0) -> jr.Task:
