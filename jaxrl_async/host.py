@@ -29,7 +29,8 @@ def host_memory() -> tuple[int, int]:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return total, free
-    used -= int(stat.get("inactive_file", 0))  # of files that were read, given up when asked for
+    for of_files in ("inactive_file", "active_file"):  # given up when memory is asked for
+        used -= int(stat.get(of_files, 0))
     return min(total, limit), max(0, min(free, limit - used))
 
 

@@ -16,6 +16,7 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import points
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.shown_answers import read_answers
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Run:
     @property
     def answers(self) -> list[dict[str, Any]]:
         """Answers to the first held-out prompts at each evaluation: prompt, completion, reference,
-        reward and version."""
-        return read_lines(self._paths.answers) if self._paths.answers.exists() else []
+        reward, version, and the answer's index and seat."""
+        return read_answers(self._paths.answers)
 
     @property
     def report(self) -> Path:

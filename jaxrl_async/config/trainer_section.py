@@ -34,12 +34,14 @@ class TrainerSection(Section):
     share_prefixes: bool | None = None
     """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
     once in a row for several of them, if fewer rows come out of it. The update is the same up to
-    rounding. A row_length of your own should have room for a prompt and several answers. null: in
-    an rl run on one CPU device, where attention by cpu_kernels computes only what is seen."""
+    rounding; but the experts of a mixture that are balanced (model.balance) count what is shared
+    once. A row_length of your own should have room for a prompt and several answers. null: in an rl
+    run on one CPU device, where attention by cpu_kernels computes only what is seen, without
+    model.balance."""
     micro_batch_tokens: Positive = 4096
     """Most tokens, padding included, per forward and backward pass; at least a row per device. An
-    update takes micro-batches of this size, of a quarter and of a sixteenth of it, so that few rows
-    are empty. On a CPU they are smaller where the memory would not suffice."""
+    update takes micro-batches of this size, of about a quarter and a sixteenth of it, so that few
+    rows are empty. On a CPU they are smaller where the memory would not suffice."""
     logprob_chunk: Positive = 1024
     """Tokens per device whose logits are in memory at once."""
     cpu_kernels: bool = True

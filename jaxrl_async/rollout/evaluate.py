@@ -34,11 +34,13 @@ SCORED_AT_ONCE = 16
 class EvalSample:
     """One answer, for people to read."""
 
+    index: int  # of the answer in the evaluation, by prompt
+    seat: str  # of a game; empty: it is none
     prompt: str
     completion: str  # empty without a decode function
     reference: str
     reward: float
-    version: int  # of the weights that gave it
+    version: int  # the newest of the weights that gave the evaluation's answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,8 @@ def eval_result(
     rewards = np.array([score.total for _, score in played], np.float64)
     lengths = np.array([episode.num_drawn for episode, _ in played], np.float64)
     truncated = [episode.stop is StopReason.LENGTH for episode, _ in played]
+    version = max((int(e.versions.max(initial=0)) for e, _ in played), default=0)
+    shown = list(zip(prompts, played, strict=True))[:num_samples]
     return EvalResult(
         num_prompts=len(played),
         mean_reward=float(rewards.mean()),
@@ -200,13 +204,15 @@ def eval_result(
         truncated_share=float(np.mean(truncated)),
         samples=tuple(
             EvalSample(
+                index=index,
+                seat=episode.seat,
                 prompt=prompt.text,
                 completion=decode(episode.token_ids[episode.drawn]) if decode else "",
                 reference=prompt.reference,
                 reward=score.total,
-                version=int(episode.versions.max(initial=0)),
+                version=version,
             )
-            for prompt, (episode, score) in list(zip(prompts, played, strict=True))[:num_samples]
+            for index, (prompt, (episode, score)) in enumerate(shown)
         ),
         seats=seat_rewards(played),
     )

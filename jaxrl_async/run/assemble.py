@@ -184,7 +184,7 @@ def connect(
     """
     inputs, paths, policy = begun.inputs, begun.paths, begun.policy
     trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
-    config = with_shared_prefixes(begun.config, policy.spec, trainers, images=images)
+    config = with_shared_prefixes(begun.config, policy, trainers, images=images)
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
     sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"

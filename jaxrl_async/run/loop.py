@@ -155,7 +155,10 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
 def _of_several(config: Config) -> tuple[list[str], list[str]]:
     """Return what each of several runs achieved, and where its results are."""
     of_all = folders(config)
-    lines = {name: achievements(Paths(folder).metrics) for name, folder in of_all.items()}
+    lines = {
+        name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]
+        for name, folder in of_all.items()
+    }
     achieved = [f"{name}  {line}" for name, own in lines.items() for line in own]
     where = [f"{name}  {folder}" for name, folder in of_all.items() if folder.is_dir()]
     for name, folder in of_all.items():

@@ -49,17 +49,20 @@ class Observer:
         read: Callable[[], Counters],
         *,
         peak_flops: float,
+        measured: bool = True,
         share: Callable[[dict[str, float]], Sequence[Mapping[str, float]]] = lambda own: [own],
     ) -> None:
         """Read the counters for the first time.
 
         Args:
             read: reads the counters of all parts.
-            peak_flops: of the whole trainer slice, FLOP/s; an update that is faster says that it
-                was measured beside other work, and is the peak from then on.
+            peak_flops: of the whole trainer slice, FLOP/s.
+            measured: whether it was measured here, maybe beside other work: then an update that
+                is faster is the peak from then on.
             share: sends this process's rates to all; returns those of all.
         """
         self._read, self._peak_flops, self._share = read, peak_flops, share
+        self._measured = measured
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -71,7 +74,8 @@ class Observer:
         flops = metrics.pop("train/flops", None)
         if flops is not None:
             train_s = max(metrics["time/train_s"], 1e-9)
-            self._peak_flops = max(self._peak_flops, flops / train_s)
+            if self._measured:
+                self._peak_flops = max(self._peak_flops, flops / train_s)
             metrics["throughput/mfu"] = flops / (self._peak_flops * train_s)
             metrics["throughput/trained_tokens_per_s"] = metrics["train/tokens"] / wall_s
         metrics["time/elapsed_s"] = self._last.at_s - self._first.at_s

@@ -2,12 +2,16 @@
 end of a run beside those of its start."""
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.metrics.recorder import encode
 from jaxrl_async.rollout.evaluate import EvalSample
+
+log = logging.getLogger(__name__)
 
 NUM_SHOWN = 3
 """Prompts whose answers are shown at the end of a run."""
@@ -19,32 +23,49 @@ def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
     """Return what appends the answers of an evaluation to a file, a JSON object each."""
 
     def write(samples: Sequence[EvalSample]) -> None:
-        lines = [json.dumps(asdict(s), ensure_ascii=False) + "\n" for s in samples]
-        with file.open("a", encoding="utf-8") as stream:
+        lines = [encode(asdict(sample)) + "\n" for sample in samples]
+        with file.open("a", encoding="utf-8", errors="replace") as stream:
             stream.write("".join(lines))
 
     return write
 
 
+def read_answers(file: Path) -> list[dict[str, Any]]:
+    """Return what was written, without torn lines; [] if there is no file."""
+    found = []
+    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else ():
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            log.debug("%s: a line that is no object is left out", file)
+    return found
+
+
 def before_and_after(file: Path) -> list[str]:
     """Return lines with the answers of the first and of the last evaluation; [] if there is one
     alone, or none."""
-    written = read_lines(file) if file.exists() else []
+    written = read_answers(file)
     versions = [line["version"] for line in written]
     if not written or versions[0] == versions[-1]:
         return []
+    first, last = (
+        {(line["index"], line["seat"]): line for line in written if line["version"] == version}
+        for version in (versions[0], versions[-1])
+    )
     shown = []
-    first = [line for line in written if line["version"] == versions[0]]
-    last = {line["prompt"]: line for line in written if line["version"] == versions[-1]}
-    for before in [line for line in first if line["prompt"] in last][:NUM_SHOWN]:
-        after = last[before["prompt"]]
-        shown.append(_in_a_line(before["prompt"].strip().splitlines()[-1:]))
-        for line in (before, after):
-            answer = _in_a_line(line["completion"].split("\n"))
-            shown.append(f"  step {line['version']:<5} reward {line['reward']:<5g} {answer}")
+    for key in [key for key in first if key in last][:NUM_SHOWN]:
+        shown.append(_in_a_line(first[key]["prompt"].strip().splitlines()[-1:]))
+        shown += [_answer(line) for line in (first[key], last[key])]
     return shown
 
 
+def _answer(line: Mapping[str, Any]) -> str:
+    answer = _in_a_line(line["completion"].splitlines())
+    return f"  step {line['version']:<5} reward {line['reward']!s:<5} {answer}"
+
+
 def _in_a_line(lines: Sequence[str]) -> str:
+    """Return lines as one, without what a terminal would take for a command."""
     text = " ".join(" ".join(lines).split())
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."

@@ -99,7 +99,7 @@ def _filled_rows(
         most, row = heapq.heappop(room) if room else (0, -1)
         trees = prefix_trees(members, keys, row_length, first_room=-most)
         sizes = [sum(lengths[laid.context] - laid.skipped for laid in tree) for tree in trees]
-        if sizes[0] > -most:
+        if row < 0 or sizes[0] > -most:
             if row >= 0:
                 heapq.heappush(room, (most, row))
             most, row = -row_length, len(rows)

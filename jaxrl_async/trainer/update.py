@@ -35,6 +35,7 @@ from jaxrl_async.mesh import (
     put,
     shapes_on,
     shardings,
+    spans_processes,
 )
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import ModelSpec, Params, Weight
@@ -355,16 +356,23 @@ class Update(Generic[ObjectiveT]):
             analysis = lowered.compile().memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes
             if needed > free:
-                raise MemoryError(
-                    f"its program needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-                )
+                wanted = f"its program needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+                if self._can_halve:
+                    raise MemoryError(wanted)
+                log.warning("memory may not suffice for an update of %d rows: %s", rows, wanted)
             self._fitting.add(rows)
+
+    @property
+    def _can_halve(self) -> bool:
+        """Whether micro-batches may have fewer rows."""
+        independent = self.objective.rows_are_independent
+        return independent and self.sizes.most > self.settings.num_row_shards
 
     def _halve(self, error: str) -> None:
         """Take at most half the rows from now on. Raises TrainingError if they cannot be halved."""
-        independent, multiple = self.objective.rows_are_independent, self.settings.num_row_shards
-        rows = self.sizes.most
-        if not independent or rows <= multiple:
+        multiple, rows = self.settings.num_row_shards, self.sizes.most
+        if not self._can_halve:
+            independent = self.objective.rows_are_independent
             fewer = "" if independent else "lower trainer.micro_batch_tokens, "
             raise TrainingError(
                 f"the trainer's devices are out of memory in an update of {rows} rows at once: "
@@ -505,8 +513,8 @@ def is_queue_full(mesh: Mesh, index: int) -> bool:
 
 def free_memory(mesh: Mesh) -> int | None:
     """Return the bytes that a program may take on each device of a mesh of CPU devices; None: the
-    devices say so themselves, or nothing does."""
-    if mesh.devices.flat[0].platform != "cpu":
+    devices say so themselves, or nothing does, or several processes would have to agree."""
+    if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
         return None
     try:
         return int(host_memory()[1] * MOST_OF_FREE / max(1, len(mesh.local_devices)))

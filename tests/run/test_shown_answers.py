@@ -1,5 +1,7 @@
 """Answers to held-out prompts at each evaluation, and those that the end of a run shows."""
 
+from dataclasses import replace
+
 from jaxrl_async.rollout.evaluate import EvalSample
 from jaxrl_async.run.shown_answers import (
     MOST_CHARACTERS,
@@ -11,6 +13,8 @@ from jaxrl_async.run.shown_answers import (
 
 def sample(number, version, completion="x", reward=0.0):
     return EvalSample(
+        index=number,
+        seat="",
         prompt=f"a system's words\nquestion {number}",
         completion=completion,
         reference="y",
@@ -28,8 +32,8 @@ def test_the_first_and_the_last_answers_are_shown_beside_each_other(tmp_path):
     assert len(lines) == 3 * NUM_SHOWN
     assert lines[:3] == [
         "question 0",
-        "  step 0     reward 0     says 0 at 0",
-        "  step 10    reward 1     says 0 at 10",
+        "  step 0     reward 0.0   says 0 at 0",
+        "  step 10    reward 1.0   says 0 at 10",
     ]
 
 
@@ -48,3 +52,28 @@ def test_nothing_is_shown_of_a_run_that_was_evaluated_once_or_never(tmp_path):
     assert before_and_after(file) == []
     answers_writer(file)([sample(0, 0)])
     assert before_and_after(file) == []
+
+
+def test_any_answer_is_shown_whatever_it_reads_like(tmp_path):
+    """ "inf" is a text, not a number; and a terminal takes no command from an answer."""
+    file = tmp_path / "answers.jsonl"
+    write = answers_writer(file)
+    write([sample(0, 0, "inf", float("nan"))])
+    write([sample(0, 3, "\x1b]0;owned\x07 nan \ud800")])
+    with file.open("a") as torn:
+        torn.write('{"version": 9, "pro')
+    lines = before_and_after(file)
+    assert lines[1:] == [
+        "  step 0     reward nan   inf",
+        "  step 3     reward 0.0   \ufffd]0;owned\ufffd nan ?",
+    ]
+
+
+def test_answers_to_prompts_of_the_same_text_are_not_mixed_up(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    write = answers_writer(file)
+    for version in (0, 2):
+        write([replace(sample(n, version, f"{n} at {version}"), prompt="the same") for n in (0, 1)])
+    assert [line.split()[-3:] for line in before_and_after(file) if "at" in line] == [
+        ["0", "at", "0"], ["0", "at", "2"], ["1", "at", "0"], ["1", "at", "2"],
+    ]  # fmt: skip

@@ -168,5 +168,7 @@ def test_a_program_that_the_machine_has_no_memory_for_is_not_started(monkeypatch
         np.testing.assert_allclose(a, b, atol=1e-6)
     monkeypatch.setattr(update_module, "host_memory", lambda: (2**40, 1))
     another = make_step()
-    with pytest.raises(TrainingError, match=r"0\.0 GB are free.*model\.remat=layer"):
-        another.update(another.init(PARAMS), DATA)
+    learnt, _ = another.update(another.init(PARAMS), DATA)
+    assert another.sizes.most == 1 and "may not suffice" in caplog.text, "an estimate ends no run"
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)

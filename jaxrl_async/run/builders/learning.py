@@ -81,15 +81,23 @@ def make_step(
     )
 
 
-def with_shared_prefixes(config: Config, spec: ModelSpec, mesh: Mesh, *, images: bool) -> Config:
+def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: bool) -> Config:
     """Return the configuration with trainer.share_prefixes chosen, if it leaves that open.
+
+    Not where a model beside the policy may keep states that prefixes lack, nor where experts are
+    balanced: what is shared would count once in their load.
 
     mesh: the trainer's. images: whether prompts have some.
     """
     trainer = config.trainer
     if trainer.share_prefixes is not None:
         return config
-    saves = config.algorithm.group_size > 1 and spec.delta is None and not images
+    others = [_teacher_spec(config, policy)]
+    if needs_critic(config.algorithm.advantage) and config.critic.path is not None:
+        others.append(load_spec(Path(config.critic.path)))
+    attends = all(spec.delta is None for spec in (policy.spec, *others))
+    counts_once = config.model.balance == BalanceSection()
+    saves = config.algorithm.group_size > 1 and attends and counts_once and not images
     computes = trainer.cpu_kernels and config.model.attention == "auto" and mesh.size == 1
     there = computes and has_cpu_kernels(mesh.devices.flat[0], config.model.dtype)
     chosen = trainer.model_copy(update={"share_prefixes": saves and there})

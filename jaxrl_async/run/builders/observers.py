@@ -53,7 +53,12 @@ def make_observer(
         return lockstep.gather_json(own)[: lockstep.players]
 
     peak_flops = section.peak_flops or measured_peak_flops(trainer_mesh.local_devices[0])
-    return Observer(read, peak_flops=peak_flops * trainer_mesh.size, share=share)
+    return Observer(
+        read,
+        peak_flops=peak_flops * trainer_mesh.size,
+        measured=section.peak_flops is None,
+        share=share,
+    )
 
 
 def make_watchdog(
