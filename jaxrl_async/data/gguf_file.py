@@ -130,6 +130,7 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
     try:
         reader = library.GGUFReader(path)
         said = {name: field.contents() for name, field in reader.fields.items()}
+        _refuse_parts(path, said.get("split.count", 1))
         tensors = {tensor.name: _tensor(path, tensor) for tensor in reader.tensors}
     except CheckpointError:
         raise
@@ -138,12 +139,15 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
             f"{path}: cannot be read as GGUF ({type(error).__name__}: {in_a_line(error, 120)}). "
             "Copy the file again."
         ) from None
-    if (parts := said.get("split.count", 1)) and parts > 1:
+    return GgufFile(path=path, said=said, tensors=tensors)
+
+
+def _refuse_parts(path: Path, parts: int) -> None:
+    if parts > 1:
         raise CheckpointError(
             f"{path}: is one of {parts} parts of a model. Make one file of them first: "
             "llama-gguf-split --merge FIRST_PART OUT.gguf."
         )
-    return GgufFile(path=path, said=said, tensors=tensors)
 
 
 def _tensor(path: Path, tensor: Any) -> GgufTensor:

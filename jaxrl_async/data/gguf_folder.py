@@ -13,12 +13,13 @@ import json
 import logging
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.data.gguf_config import config_of, token_ids
 from jaxrl_async.data.gguf_file import GgufFile, gguf_here, read_gguf
-from jaxrl_async.errors import CheckpointError, DataError
+from jaxrl_async.errors import CheckpointError, ConfigError, DataError, in_a_line
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,19 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
     digest = hashlib.sha256(json.dumps([FORM, facts]).encode()).hexdigest()[:16]
     folder = cache / "gguf" / digest / file.stem
     if not (folder / POINTER).is_file():
-        _make(read_gguf(file), facts, folder)
+        read = read_gguf(file)
+        contents = {
+            "config.json": config_of(read),
+            "generation_config.json": token_ids(read),
+            POINTER: facts,
+        }
+        try:
+            _make(read, contents, folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{setting} = {path!r}: its small files cannot be written to {folder} "
+                f"({in_a_line(error)}). Set XDG_CACHE_HOME to a folder that can be written to."
+            ) from None
     return folder
 
 
@@ -74,27 +87,23 @@ def _sizes(file: Path) -> dict[str, int]:
     return {"size": facts.st_size, "changed_ns": facts.st_mtime_ns}
 
 
-def _make(file: GgufFile, facts: dict[str, Any], folder: Path) -> None:
-    """Write the directory, which appears whole or not at all."""
-    config, parent = config_of(file), folder.parent
+def _make(file: GgufFile, contents: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write the directory, which appears whole or not at all: the contents by name, and the
+    tokenizer."""
+    parent = folder.parent
     parent.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=parent.parent, prefix=UNFINISHED))
     made = unfinished / folder.name
     try:
         made.mkdir()
         _write_tokenizer(file, made)
-        contents = (
-            ("config.json", config),
-            ("generation_config.json", token_ids(file)),
-            (POINTER, facts),
-        )
-        for name, content in contents:
+        for name, content in contents.items():
             (made / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        try:
+        with suppress(OSError):
             unfinished.rename(parent)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster
-                raise
+        if not (folder / POINTER).is_file():  # nor has another process been faster
+            shutil.rmtree(parent, ignore_errors=True)  # an older one, of which files are gone
+            unfinished.rename(parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

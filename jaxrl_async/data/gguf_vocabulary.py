@@ -79,7 +79,7 @@ SPLITS = {
 def tokenizer_of(file: GgufFile) -> Any:
     """Return a file's tokenizer. Raises DataError where it has none, or one that is not known."""
     kind = file.said.get("tokenizer.ggml.model")
-    if kind not in BUILDERS:
+    if not isinstance(kind, str) or kind not in BUILDERS:
         raise DataError(f"its tokenizer is {str(kind)[:40]!r}, not one of {', '.join(BUILDERS)}")
     words = _Words(file)
     try:
@@ -89,7 +89,9 @@ def tokenizer_of(file: GgufFile) -> Any:
         named = {name: words.named(theirs) for name, theirs in SPECIAL.items()}
         if _adds_bos(file) and named["bos"] is not None:
             backend.post_processor = _with_bos(named["bos"], backend)
-    except (LookupError, TypeError, ValueError) as error:
+    except DataError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"its tokenizer cannot be made: {error!r:.120}") from None
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -138,8 +140,9 @@ def _byte_level(file: GgufFile, words: _Words) -> Backend:
             f"{', '.join(SPLITS)}"
         )
     split: Split = SPLITS[name]
-    merges = [tuple(merge.split(" ")) for merge in file.said["tokenizer.ggml.merges"]]
-    backend = Backend(models.BPE(words.ids(), merges, ignore_merges=split.whole_first))
+    ids = words.ids()
+    merges = [_merge(merge, ids) for merge in file.said["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(ids, merges, ignore_merges=split.whole_first))
     steps: list[Any] = [pre_tokenizers.Digits(True)] if split.single_digits else []
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
@@ -149,6 +152,18 @@ def _byte_level(file: GgufFile, words: _Words) -> Backend:
     if split.composed:
         backend.normalizer = normalizers.NFC()
     return backend
+
+
+def _merge(merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
+    """Return both parts of a merge. Raises DataError where it does not fit the tokens, which
+    `tokenizers` answers with a panic."""
+    left, _, right = merge.partition(" ")
+    for text in (left, right, left + right):
+        if text not in ids:
+            raise DataError(
+                f"its tokenizer has the merge {merge[:60]!r}, but no token {text[:60]!r}"
+            )
+    return left, right
 
 
 def _sentence_piece(file: GgufFile, words: _Words) -> Backend:

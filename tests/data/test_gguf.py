@@ -73,6 +73,24 @@ def test_the_folder_of_a_file_is_made_once_and_names_it(file, cache):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
+def test_a_folder_without_its_pointer_is_made_anew(file, cache):
+    folder = folder_here(str(file), "model.path")
+    before = sorted(p.name for p in folder.iterdir())
+    (folder / "gguf.json").unlink()
+    (folder / "config.json").write_text("{")
+    assert folder_here(str(file), "model.path") == folder
+    assert sorted(p.name for p in folder.iterdir()) == before
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert [p.name for p in cache.iterdir()] == [folder.parent.name], "nothing unfinished is left"
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_the_way_out(file, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/cache"))
+    with pytest.raises(ConfigError, match=r"model\.path = .+tiny\.gguf.+file/cache.+Set XDG_CACHE"):
+        folder_here(str(file), "model.path")
+
+
 def test_a_file_that_has_changed_gets_another_folder_and_the_old_one_is_refused(tmp_path, file):
     own = tmp_path / "own.gguf"
     own.write_bytes(file.read_bytes())
@@ -148,6 +166,11 @@ def test_a_file_that_is_torn_or_in_parts_or_of_other_types_is_refused(tmp_path, 
     ended(writer)
     with pytest.raises(CheckpointError, match="llama-gguf-split --merge"):
         Policy.from_pretrained(tmp_path / "part.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "text.gguf", "llama")
+    writer.add_string("split.count", "3")
+    ended(writer)
+    with pytest.raises(CheckpointError, match=r"text\.gguf: cannot be read.+Copy the file again"):
+        Policy.from_pretrained(tmp_path / "text.gguf")
 
 
 def ended(writer: Any) -> None:
@@ -214,6 +237,18 @@ def test_a_tokenizer_that_is_not_known_is_left_out_and_said(tmp_path, caplog):
     with pytest.raises(DataError, match=r"no tokenizer\.json here\. Point data\.tokenizer"):
         load_tokenizer(folder)
     assert Policy.from_pretrained(folder).tokenizer is None
+
+
+@pytest.mark.parametrize("merge", ["a zz", "a b", "a", "a b c"])
+def test_a_tokenizer_whose_merges_do_not_fit_its_tokens_is_left_out(merge, tmp_path, caplog):
+    def written(writer):
+        byte_level(writer)
+        del writer.kv_data[0]["tokenizer.ggml.merges"]
+        writer.add_token_merges([merge])
+
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(), tokenizer=written)
+    folder_here(str(path), "model.path")
+    assert f"{path}: its tokenizer has the merge {merge!r}, but no token" in caplog.text
 
 
 def test_a_second_end_token_ends_answers_too(tmp_path):
