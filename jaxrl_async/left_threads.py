@@ -6,7 +6,8 @@ SIGABRT), and its exit code is lost. So no interpreter exits while there is one:
 
     a command              the process ends immediately, with the exit code of the command
     a program that calls   it waits at its exit until the thread is out, for a limited time;
-    train()                then the process ends immediately, with LEFT_CODE
+    train()                then, or at Ctrl-C, the process ends immediately, with LEFT_CODE or
+                           INTERRUPTED_CODE
 """
 
 import atexit
@@ -18,6 +19,8 @@ import time
 
 LEFT_CODE = 1
 """Exit code of a process that could not wait any longer for a thread."""
+INTERRUPTED_CODE = 130
+"""The same where Ctrl-C ended the wait."""
 LEAST_S = 60.0
 """Least of the longest wait at exit for a thread, seconds."""
 WAITING = {
@@ -35,10 +38,13 @@ os.register_at_fork(after_in_child=_left.clear)
 
 
 def leave_behind(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
-    """Take note of a daemon thread that did not end, although all that it waits for was closed.
+    """Take note of a daemon thread that may not end, although all that it waits for was closed.
+    Called before it is joined, which Ctrl-C may interrupt; those that have ended are forgotten.
 
     longest_s: what it does may take at most that long.
     """
+    for ended in [other for other in list(_left) if not other.is_alive()]:
+        _left.pop(ended, None)
     if not _left:
         atexit.unregister(_end)
         atexit.register(_end)  # after jax's own: what was registered last is called first
@@ -64,11 +70,19 @@ def inside_programs() -> list[threading.Thread]:
         file = os.path.basename(frame.f_code.co_filename)
         return frame.f_code.co_name not in WAITING.get(file, ())
 
-    return [thread for thread in _left if is_inside(thread)]
+    return [thread for thread in list(_left) if is_inside(thread)]
 
 
 def _end() -> None:
     """Let the interpreter exit once no thread is left inside a program."""
+    try:
+        _wait()
+    except KeyboardInterrupt:  # beyond this the interpreter would exit, and the process abort
+        _end_process(INTERRUPTED_CODE)
+
+
+def _wait() -> None:
+    """Wait until no thread is inside a program; end the process if that takes too long."""
     if _code is not None and inside_programs():
         _end_process(_code)
         return
@@ -92,8 +106,10 @@ def _end() -> None:
 
 def _end_process(code: int) -> None:
     """End immediately, with all that was written flushed."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    try:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    finally:  # whatever happens: another Ctrl-C, a pipe that nobody reads
+        os._exit(code)

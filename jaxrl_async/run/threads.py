@@ -102,6 +102,7 @@ def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
     under way, since nothing interrupts one."""
     longest_s = max(JOIN_S, UPDATES * parts.trainer.longest_update_s)
     if thread.ident is not None:
+        leave_behind(thread, longest_s)
         thread.join(SILENT_S)
         if thread.is_alive():
             log.warning(
@@ -114,11 +115,12 @@ def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
 
 
 def _join(thread: threading.Thread, longest_s: float | None = None) -> None:
-    """Wait for a thread that was started; leave it behind if it does not end."""
+    """Wait for a thread that was started; leave it behind if it does not end, or the wait is
+    interrupted."""
     if thread.ident is None:
         return
     longest_s = JOIN_S if longest_s is None else longest_s
+    leave_behind(thread, longest_s)
     thread.join(longest_s)
     if thread.is_alive():
         log.warning("thread %s did not end within %.0f s", thread.name, longest_s)
-        leave_behind(thread, longest_s)

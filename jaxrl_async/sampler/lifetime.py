@@ -95,9 +95,8 @@ class Lifetime:
         self.wake.set()
         if self.thread is None or self.is_current:
             return True
+        leave_behind(self.thread)  # first: Ctrl-C may end the join
         self.thread.join(timeout_s)
-        if self.thread.is_alive():
-            leave_behind(self.thread)
         return not self.thread.is_alive()
 
     def detach(self) -> None:

@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import CONFIGS, many_digits
 from test_faults import TINY
 
 from jaxrl_async import left_threads
+from jaxrl_async.run import threads
 
 ROOT = Path(__file__).parents[2]
 LASTS_S = 150.0
@@ -171,3 +173,46 @@ def test_a_thread_that_stays_inside_does_not_keep_the_process(monkeypatch, code,
     left_threads._end()
     over.append(True)
     assert ends == [ends_with]
+
+
+def test_a_thread_whose_join_is_interrupted_is_left_behind(monkeypatch) -> None:
+    class Interrupted(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(left_threads, "_left", {})
+    over = threading.Event()
+    parts = SimpleNamespace(trainer=SimpleNamespace(longest_update_s=1.0, doing="learning"))
+    trainer, other = (Interrupted(target=over.wait, daemon=True) for _ in range(2))
+    for thread, join in (
+        (trainer, lambda t: threads._join_trainer(t, parts)),
+        (other, threads._join),
+    ):
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            join(thread)
+    assert set(left_threads._left) == {trainer, other}
+    over.set()
+    for thread in (trainer, other):
+        threading.Thread.join(thread)
+    third = threading.Thread()
+    left_threads.leave_behind(third)
+    assert set(left_threads._left) == {third}, "those that have ended are forgotten"
+
+
+def test_ctrl_c_while_a_program_waits_at_its_exit_ends_it_without_a_traceback() -> None:
+    program = """
+import threading, time
+from jaxrl_async.left_threads import leave_behind
+thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+thread.start()
+leave_behind(thread)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert any("waiting at most" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LASTS_S)
+    assert (process.returncode, err) == (130, "")
