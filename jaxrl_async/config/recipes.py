@@ -45,8 +45,8 @@ def recipe_summary(name: str) -> str:
 
 def with_own_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's sections with paths of its neighbours, which it writes as configs/..., as
-    they are on this machine."""
-    return {key: _own_path(value) for key, value in tree.items()}
+    they are on this machine; also where one is the name of a choice with arguments."""
+    return {_own_path(key): _own_path(value) for key, value in tree.items()}
 
 
 def _own_path(value: Any) -> Any:

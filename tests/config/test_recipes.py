@@ -27,6 +27,8 @@ def test_a_recipes_neighbours_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load("recipe:plans/gpt_oss_20b_lora_v5e_64")
     assert (Path(config.model.path) / "config.json").is_file()
+    (task,) = load("recipe:smollm2").task
+    assert Path(task.partition(":")[0]).is_file()
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_ones():
