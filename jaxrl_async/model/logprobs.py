@@ -95,7 +95,8 @@ def wanted_logprobs(
     hidden, head, targets, wanted = map(jnp.asarray, (hidden, head, targets, wanted))
     kept = None if kept is None else jnp.asarray(kept)
     order = jnp.argsort(~wanted, stable=True)
-    return _wanted(how, hidden, head, targets, kept, _Wanted(wanted, order, jnp.sum(wanted)))
+    places = _Wanted(wanted, order, jnp.argsort(order), jnp.sum(wanted))
+    return _wanted(how, hidden, head, targets, kept, places)
 
 
 class _Wanted(NamedTuple):
@@ -103,6 +104,7 @@ class _Wanted(NamedTuple):
 
     each: Array  # [tokens] bool
     order: Array  # [tokens] int32, the wanted ones first
+    place: Array  # [tokens] int32, of each token in that order
     number: Array  # [] int32
 
     def chunk(self, index: Array, size: int) -> Array:
@@ -113,7 +115,7 @@ class _Wanted(NamedTuple):
     def back(self, values: Array) -> Array:
         """Return values [>= tokens, ...] in this order as they were before it, 0 where nothing is
         wanted."""
-        found = values[jnp.argsort(self.order)]
+        found = values[self.place]
         wide = self.each.reshape(-1, *(1 for _ in found.shape[1:]))
         return jnp.where(wide, found, jnp.zeros((), found.dtype))
 
@@ -187,8 +189,9 @@ def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...
             return None, None, None, None, None
         grad = (to_logprobs[:, None] * of.slopes).astype(of.hidden.dtype)
         return grad, None, None, None, None
-    to_logprobs, to_entropy = (
-        jnp.zeros(g.shape, g.dtype) if isinstance(g, nothing) else g for g in grads
+    given = tuple(
+        jnp.zeros(g.shape, g.dtype) if isinstance(g, nothing) else jnp.where(of.wanted.each, g, 0.0)
+        for g in grads
     )
     size, number = _even_chunk(len(of.targets), how.chunk)
     learns = of.slopes is None
@@ -196,14 +199,13 @@ def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...
     def body(index: Array, done: Any) -> Any:
         x, one_chunk = _chunk_of(how, of, index, size)
         tokens = of.wanted.chunk(index, size)
-        real = jnp.arange(size) + index * size < of.wanted.number
-        given = tuple(jnp.where(real, g[tokens], 0.0) for g in (to_logprobs, to_entropy))
+        grad = tuple(g[tokens] for g in given)
         of_hidden, of_head = done
         if learns:
-            dx, dhead = jax.vjp(one_chunk, x, of.head)[1](given)
+            dx, dhead = jax.vjp(one_chunk, x, of.head)[1](grad)
             of_head = of_head + dhead.astype(jnp.float32)
         else:
-            (dx,) = jax.vjp(lambda x: one_chunk(x, of.head), x)[1](given)
+            (dx,) = jax.vjp(lambda x: one_chunk(x, of.head), x)[1](grad)
         return jax.lax.dynamic_update_slice_in_dim(of_hidden, dx, index * size, 0), of_head
 
     rows = jnp.zeros((size * number, of.hidden.shape[1]), of.hidden.dtype)
@@ -347,7 +349,7 @@ def over_chunks(
     tokens = jax.tree.leaves(inputs)[0].shape[0]
     ways = layout.token_ways(tokens)
     each = tokens // ways
-    chunk = -(-each // -(-each // chunk))  # equal ones, for little padding
+    chunk, _ = _even_chunk(each, chunk)  # equal ones, for little padding
     padding = -each % chunk
 
     def split(x: Array) -> Array:
@@ -398,8 +400,7 @@ def token_logprobs(
         vocab, count = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
         blocks = vocab_blocks(vocab, count // layout.token_ways(count), chunk)
     if layout.token_ways(hidden.shape[0]) == 1 and blocks is None:
-        follows = tokens.segment_ids[:, 1:] == tokens.segment_ids[:, :-1]
-        read = follows & (tokens.segment_ids[:, 1:] > 0)
+        read = _follows(segment_ids)
         if tokens.wanted is not None:
             read &= tokens.wanted[:, 1:]
         logprobs, entropy = wanted_logprobs(
@@ -468,10 +469,16 @@ def after(values: Array, layout: Layout = ONE_DEVICE) -> Array:
     return layout.flat(jnp.pad(values[:, 1:], ((0, 0), (0, 1), *rest)))
 
 
+def _follows(segment_ids: Array) -> Array:
+    """Return whether each token but a row's first has one before it in its segment, [B, T - 1]
+    bool."""
+    return (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+
+
 def placed(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
     """Move what each token computed of the next one to that one: tokens [B * T, ...] of the layout
     -> [B, T, ...]; 0 where a segment starts and in padding."""
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    follows = _follows(segment_ids)
     values = layout.rows(values, segment_ids.shape[0])[:, :-1]
     follows = follows.reshape(*follows.shape, *(1 for _ in values.shape[2:]))
     kept = jnp.where(follows, values, jnp.zeros((), values.dtype))

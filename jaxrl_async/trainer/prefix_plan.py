@@ -79,45 +79,45 @@ def plan_rows(
     of_group: dict[int, list[int]] = {}
     for index, key in enumerate(keys):
         of_group.setdefault(key.group, []).append(index)
-    trees = [t for members in of_group.values() for t in prefix_trees(members, keys, row_length)]
+    groups = [_compared(members, keys) for members in of_group.values()]
+    trees = [tree for group in groups for tree in prefix_trees(group, row_length)]
     together = _in_rows(trees, lengths, row_length)
-    divided = _filled_rows(list(of_group.values()), lengths, row_length, keys)
+    divided = _filled_rows(groups, lengths, row_length)
     return min((apart, together, divided), key=len)
 
 
 def _filled_rows(
-    groups: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    row_length: int,
-    keys: Sequence[PrefixKey],
+    groups: Sequence["_Compared"], lengths: Sequence[int], row_length: int
 ) -> list[list[LaidContext]]:
     """Place the contexts of one group after the other: a tree in the row with most room, as far as
     it goes, and the others in rows of their own."""
     rows: list[list[LaidContext]] = []
-    room: list[tuple[int, int]] = []  # a heap of (-tokens, row)
-    for members in groups:
-        most, row = heapq.heappop(room) if room else (0, -1)
-        trees = prefix_trees(members, keys, row_length, first_room=-most)
-        sizes = [sum(lengths[laid.context] - laid.skipped for laid in tree) for tree in trees]
-        if row < 0 or sizes[0] > -most:
-            if row >= 0:
-                heapq.heappush(room, (most, row))
-            most, row = -row_length, len(rows)
-            rows.append([])
-        rows[row] += trees[0]
-        heapq.heappush(room, (most + sizes[0], row))
-        for tree, size in zip(trees[1:], sizes[1:], strict=True):
-            heapq.heappush(room, (size - row_length, len(rows)))
+    filled: list[tuple[int, int]] = []  # a heap of (tokens laid, row)
+    for group in groups:
+        laid, row = filled[0] if filled else (row_length, -1)
+        first, *others = prefix_trees(group, row_length, first_room=row_length - laid)
+        size = _laid_tokens(first, lengths)
+        if row >= 0 and laid + size <= row_length:
+            rows[row] += first
+            heapq.heapreplace(filled, (laid + size, row))
+        else:
+            others = [first, *others]
+        for tree in others:
+            heapq.heappush(filled, (_laid_tokens(tree, lengths), len(rows)))
             rows.append(list(tree))
     return rows
+
+
+def _laid_tokens(tree: Sequence[LaidContext], lengths: Sequence[int]) -> int:
+    """Return how many tokens a tree takes of a row."""
+    return sum(lengths[laid.context] - laid.skipped for laid in tree)
 
 
 def _in_rows(
     trees: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int
 ) -> list[list[LaidContext]]:
     """Place whole trees in rows, the largest first."""
-    sizes = [sum(lengths[laid.context] - laid.skipped for laid in tree) for tree in trees]
-    rows = first_fit_decreasing(sizes, row_length)
+    rows = first_fit_decreasing([_laid_tokens(tree, lengths) for tree in trees], row_length)
     return [[laid for tree in row for laid in trees[tree]] for row in rows]
 
 
@@ -159,30 +159,36 @@ class _Room:
         return row
 
 
+class _Compared(NamedTuple):
+    """The contexts of one group, those that learn early first: the others may then share what they
+    learn."""
+
+    order: list[int]  # their indices
+    keys: list[PrefixKey]  # in this order
+    common: NDArray[np.int64]  # [n, n] of common_lengths, in this order
+
+
+def _compared(members: Iterable[int], keys: Sequence[PrefixKey]) -> _Compared:
+    order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
+    own = [keys[m] for m in order]
+    return _Compared(order, own, common_lengths([key.tokens for key in own]))
+
+
 def prefix_trees(
-    members: Iterable[int],
-    keys: Sequence[PrefixKey],
-    row_length: int,
-    *,
-    first_room: int | None = None,
+    group: _Compared, row_length: int, *, first_room: int = 0
 ) -> list[list[LaidContext]]:
     """Return the contexts of one group as trees of at most a row, each in the order of its row.
+    Each context joins the tree with room in which it shares most, or begins one.
 
-    Those that learn early come first, since the others may then share what they learn. Each joins
-    the tree with room in which it shares most, or begins one.
-
-    first_room: most tokens of the first tree, if its first context has no more; None: a row.
+    first_room: most tokens of the first tree, if its first context has no more; else a row.
     """
-    order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
-    common = common_lengths([keys[m].tokens for m in order])
-    first = len(keys[order[0]].tokens)
-    fits = first_room is not None and first <= first_room
-    forest = _Forest(row_length, first_room if fits and first_room is not None else row_length)
-    for place, member in enumerate(order):
-        length = len(keys[member].tokens)
-        most = min(length - 1, keys[member].first_learnt)
-        forest.add(length, np.minimum(common[place, :place], most) - 1)
-    return [[LaidContext(order[i], skipped) for i, skipped in tree] for tree in forest.trees()]
+    fits = len(group.keys[0].tokens) <= first_room
+    forest = _Forest(row_length, first_room if fits else row_length)
+    for place, key in enumerate(group.keys):
+        length = len(key.tokens)
+        most = min(length - 1, key.first_learnt)
+        forest.add(length, np.minimum(group.common[place, :place], most) - 1)
+    return [[LaidContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
 
 
 class _Forest:

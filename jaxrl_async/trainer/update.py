@@ -351,8 +351,7 @@ class Update(Generic[ObjectiveT]):
         if free is None:
             return
         for rows, micro in new.items():
-            sums = shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
-            lowered = self._lower(params, sums, self._put(micro), context, frozen)
+            lowered = self._lowered_gradient(params, self._put(micro), context, frozen)
             analysis = lowered.compile().memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes
             if needed > free:
@@ -413,11 +412,17 @@ class Update(Generic[ObjectiveT]):
         """
         state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
         state = shapes_on(state, self.state_shardings)
-        sums = shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
         return {
-            "gradient": self.accumulate.lower(state.params, sums, micro, context, frozen),
-            "update": self.apply.lower(state, sums),
+            "gradient": self._lowered_gradient(state.params, micro, context, frozen),
+            "update": self.apply.lower(state, self._shapes_of_sums()),
         }
+
+    def _lowered_gradient(self, params: Params, micro: Any, context: Any, frozen: Frozen) -> Any:
+        """Lower a micro-batch's gradient; the arguments are arrays or shapes."""
+        return self._lower(params, self._shapes_of_sums(), micro, context, frozen)
+
+    def _shapes_of_sums(self) -> Any:
+        return shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
 
     def _put(self, micro: Any) -> Any:
         return put(micro, self.batch_sharding)
