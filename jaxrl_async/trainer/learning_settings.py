@@ -35,18 +35,15 @@ class LearningSettings:
         """Devices over which the rows of a micro-batch are divided."""
         return num_shards(self.mesh, self.rules, "batch")
 
-    def micro_rows(self, rows_are_independent: bool = True) -> int:
-        """Return the rows of the largest micro-batch.
+    def micro_sizes(self, rows_are_independent: bool = True) -> MicroSizes:
+        """Return the sizes of micro-batches.
 
-        At least two if the rows belong together: both answers of a pair may be as long as a row.
+        Rows that belong together have one size alone, of two rows at least: both answers of a pair
+        may be as long as a row.
         """
         together = 1 if rows_are_independent else 2
         tokens = max(self.trainer.micro_batch_tokens, together * self.row_length)
-        return rows_per_micro_batch(tokens, self.row_length, self.num_row_shards)
-
-    def micro_sizes(self, rows_are_independent: bool = True) -> MicroSizes:
-        """Return the sizes of micro-batches; rows that belong together have one alone."""
-        most = self.micro_rows(rows_are_independent)
+        most = rows_per_micro_batch(tokens, self.row_length, self.num_row_shards)
         return MicroSizes.up_to(most, self.num_row_shards if rows_are_independent else most)
 
     def table(self, spec: ModelSpec) -> dict[str, Any]:
