@@ -1,7 +1,8 @@
 """One reader of the sampler's progress for all calls that wait for parts of their answers.
 
-It reads only while somebody waits, and rests four times as long as a reading takes: a sampler with
-many long sequences is not kept from its work.
+It reads only while a call waits, and rests four times as long as a reading takes: a sampler with
+many long sequences is not kept from its work. The rest has a limit: a reading may have waited for a
+program that was compiled, and the answer should not have ended before the next one.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ LOOK_EVERY_S = 0.02
 """Time between two readings, seconds."""
 REST = 4
 """Least rest between two readings, in times of what one takes."""
+LONGEST_REST_S = 0.5
+"""Longest rest between two readings, seconds."""
 
 
 class ProgressWatch:
@@ -69,7 +72,8 @@ class ProgressWatch:
                     "the sampler does not report its progress, so streams come late: %s",
                     error,
                 )
-            await asyncio.sleep(max(self._every_s, REST * (time.monotonic() - started)))
+            rest = min(REST * (time.monotonic() - started), LONGEST_REST_S)
+            await asyncio.sleep(max(self._every_s, rest))
 
     def _take(self, partials: Sequence[Partial]) -> None:
         for partial in partials:

@@ -63,15 +63,20 @@ def shipped_values():
 
 
 def shipped_plans():
-    """Each role of the plans, on slices of their own: the topologies of their first lines."""
+    """Each role of the plans, on the topologies of their first lines: a slice each, or parts of
+    one."""
     for file in sorted((ROOT / "configs/plans").glob("*.yaml")):
         first = file.read_text(encoding="utf-8").splitlines()[0]
-        given = re.search(r"--topology (\S+) --sampler-topology (\S+)", first)
+        given = re.search(r"--topology (\S+)(?: --sampler-topology (\S+))?", first)
         config = load(file)
         if config.mesh.colocated and config.mesh.num_devices == 1:
             continue  # one device needs no collective
         assert given is not None, file
-        yield case(parse_slice(given[1]).topology, axes=config.mesh.trainer.model_dump())
+        topology = parse_slice(given[1]).topology
+        if given[2] is None:
+            yield {**case(topology), "mesh": config.mesh.model_dump()}
+            continue
+        yield case(topology, axes=config.mesh.trainer.model_dump())
         each = config.mesh.sampler.num_devices
         generation = given[2].partition("-")[0]
         where = parse_slice(f"{generation}-{4 if each < 4 else each}").topology
