@@ -190,7 +190,7 @@ def connect(
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(config, checkpoints, learner, inputs.prompts, lockstep, tokenizer.images)
-    opened = config, paths, start, inputs.recorded, lockstep, closing
+    opened = begun.config, paths, start, inputs.recorded, lockstep, closing
     records = open_records(*opened, continued=begun.continued, scheduled=shared is None)
     if begun.warm_metrics:
         records.recorder.log(0, begun.warm_metrics)
