@@ -37,7 +37,7 @@ from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
 from jaxrl_async.model.layer_graph import layer_graph
-from jaxrl_async.model.layers import Layer, all_angles, fuse, initial, normed, product
+from jaxrl_async.model.layers import Layer, all_angles, initial, normed, product
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.moe import (
@@ -400,15 +400,10 @@ def _is_small(spec: ModelSpec) -> bool:
     return max(sizes) <= SMALL_LAYER
 
 
-def split_layers(spec: ModelSpec, params: Params, *, fused: bool = False) -> list[Any]:
-    """Return each layer's weights by themselves, optionally fuse()d; done once, before a loop of
-    steps. An adapter may lack some stacks."""
-    places = {i: (s, n) for s, numbers in spec.stacks.items() for n, i in enumerate(numbers)}
-    layers = [
-        jax.tree.map(lambda w, n=n: w[n], params.get(stack, {}))
-        for stack, n in (places[i] for i in range(spec.layers))
-    ]
-    return [fuse(layer) for layer in layers] if fused else layers
+def split_layers(spec: ModelSpec, params: Params) -> list[Any]:
+    """Return each layer's weights by themselves; done once, before a loop of steps. An adapter may
+    lack some stacks."""
+    return [jax.tree.map(lambda w, n=n: w[n], params.get(stack, {})) for stack, n in spec.places]
 
 
 def packed_head(spec: ModelSpec, params: Params, *, halved: bool = False) -> Params:

@@ -156,6 +156,12 @@ class ModelSpec:
         names = dict.fromkeys(kind.stack for kind in kinds)
         return {n: tuple(i for i, k in enumerate(kinds) if k.stack == n) for n in names}
 
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Each layer's stack of weights, and its number there."""
+        found = {i: (s, n) for s, numbers in self.stacks.items() for n, i in enumerate(numbers)}
+        return [found[i] for i in range(self.layers)]
+
     @staticmethod
     def from_architecture(architecture: schema.ArchitectureSection, vocab_size: int) -> "ModelSpec":
         """Return the decoder that a configuration describes. Raises ConfigError."""

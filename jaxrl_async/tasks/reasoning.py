@@ -1,6 +1,8 @@
 """Tasks of the library reasoning-gym: generated questions, and a score for each answer.
 
-task: {reasoning_gym:spell_backward: {max_word_len: 4}}     the arguments are the dataset's own
+task: {reasoning_gym:spell_backward: {max_word_len: 4, examples: 1}}
+
+The arguments are the dataset's own, but for `eval_size` and `examples`.
 """
 
 import importlib
@@ -11,7 +13,7 @@ from typing import Any
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Task
-from jaxrl_async.types import CORRECT
+from jaxrl_async.types import CORRECT, Message
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +27,19 @@ SHOWN = 256
 class ReasoningQuestions(Sequence[TaskRecord]):
     """Questions of a dataset by index, as plain records."""
 
-    def __init__(self, dataset: Any, first: int, size: int) -> None:
-        """first: index of the first question in the dataset; size: how many."""
+    def __init__(
+        self, dataset: Any, first: int, size: int, examples: Sequence[Message] = ()
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            dataset: of reasoning-gym.
+            first: index of the first question in the dataset.
+            size: how many.
+            examples: messages that precede each question; with some, records hold messages.
+        """
         self._dataset, self._first, self._size = dataset, first, size
+        self._examples = tuple(examples)
 
     def __len__(self) -> int:
         return self._size
@@ -36,11 +48,11 @@ class ReasoningQuestions(Sequence[TaskRecord]):
         """Return question and answer, and the index by which the dataset scores."""
         number = self._first + range(self._size)[index]
         entry = self._dataset[number]
-        return {
-            "question": str(entry["question"]),
-            "answer": str(entry["answer"]),
-            "index": number,
-        }
+        question = str(entry["question"])
+        asked: TaskRecord = {"question": question}
+        if self._examples:
+            asked = {"messages": [*self._examples, {"role": "user", "content": question}]}
+        return {**asked, "answer": str(entry["answer"]), "index": number}
 
 
 class ReasoningScore:
@@ -64,12 +76,15 @@ class ReasoningScore:
         return {CORRECT: min(max(score, 0.0), 1.0)}
 
 
-def reasoning_task(name: str, *, eval_size: int = 128, **arguments: Any) -> Task:
+def reasoning_task(name: str, *, eval_size: int = 128, examples: int = 0, **arguments: Any) -> Task:
     """Return the task of this name.
 
     Args:
         name: of a dataset of reasoning-gym.
         eval_size: held-out questions, generated behind those of the training.
+        examples: questions with their answers that precede each question as a conversation, the
+            same ones each time, generated behind the held-out ones. A small model without any
+            answers in sentences. They need a chat format.
         arguments: of the dataset; `size` is the number of training questions.
 
     Raises ConfigError for an unknown name or argument, MissingExtraError without the library.
@@ -78,19 +93,31 @@ def reasoning_task(name: str, *, eval_size: int = 128, **arguments: Any) -> Task
     size = arguments.pop("size", TRAINING_SIZE)
     if not all(isinstance(n, int) and n > 0 for n in (size, eval_size)):
         raise ConfigError(f"size ({size}) and eval_size ({eval_size}) must be whole numbers > 0.")
+    if not isinstance(examples, int) or examples < 0:
+        raise ConfigError(f"examples ({examples}) must be a whole number >= 0.")
     if name not in factory.DATASETS:
         raise ConfigError(
             f"reasoning-gym has no dataset {name!r}. It has {len(factory.DATASETS)}, such as "
             f"{', '.join(sorted(factory.DATASETS)[:5])}."
         )
-    settings = {"seed": 0, **arguments, "size": size + eval_size}
+    settings = {"seed": 0, **arguments, "size": size + eval_size + examples}
     dataset = gym.create_dataset(name, **settings)
+    shown = _as_conversation(ReasoningQuestions(dataset, size + eval_size, examples))
     return Task(
-        records=ReasoningQuestions(dataset, 0, size),
-        held_out=ReasoningQuestions(dataset, size, eval_size),
+        records=ReasoningQuestions(dataset, 0, size, shown),
+        held_out=ReasoningQuestions(dataset, size, eval_size, shown),
         reward=ReasoningScore(dataset, utils.extract_answer),
         words=words_of(ReasoningQuestions(dataset, 0, min(size, SHOWN))),
     )
+
+
+def _as_conversation(questions: Sequence[TaskRecord]) -> list[Message]:
+    """Return questions and answers as messages."""
+    return [
+        {"role": role, "content": str(record[field])}
+        for record in questions
+        for role, field in (("user", "question"), ("assistant", "answer"))
+    ]
 
 
 def words_of(questions: Sequence[TaskRecord]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from jaxrl_async.model.decoder import (
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
 from jaxrl_async.model.kv_layout import layout_of
+from jaxrl_async.model.layers import fuse
 from jaxrl_async.model.lora import adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.sampler import Sampler
@@ -66,7 +67,8 @@ def of_sampler(params, spec: ModelSpec = SPEC, *, fused: bool = False) -> np.nda
 
     @jax.jit
     def logprobs(params):
-        layers = split_layers(spec, params, fused=fused)
+        layers = split_layers(spec, params)
+        layers = [fuse(layer) for layer in layers] if fused else layers
         x = flat_forward(spec, params, layers, IDS, jnp.arange(len(IDS)), attend)
         return jax.nn.log_softmax(next_logits(spec, params, x))
 

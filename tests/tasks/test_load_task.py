@@ -1,5 +1,8 @@
 """The setting `task`: names, files, arguments, and what is refused."""
 
+import math
+import re
+
 import pytest
 
 from jaxrl_async.config.load import load
@@ -190,3 +193,26 @@ def test_an_answer_that_a_datasets_scorer_raises_on_scores_nothing():
     score = task.rewards[0]
     assert score("12 = n^2", record["index"]) == {"correct": 0.0}
     assert score(record["answer"], record["index"]) == {"correct": 1.0}
+
+
+def test_examples_precede_each_question_and_are_in_neither_split():
+    pytest.importorskip("reasoning_gym")
+    choice = {"max_value": 20, "size": 8, "eval_size": 4}
+    plain = load_task({"reasoning_gym:gcd": choice})
+    task = load_task({"reasoning_gym:gcd": {**choice, "examples": 2}})
+    first, last = task.records[0], task.held_out[3]
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant"] * 2 + ["user"]
+    assert first["messages"][:4] == last["messages"][:4]
+    for shown, record in ((first, plain.records[0]), (last, plain.held_out[3])):
+        assert shown["messages"][4]["content"] == record["question"]
+        assert (shown["answer"], shown["index"]) == (record["answer"], record["index"])
+    score = task.rewards[0]
+    assert score(last["answer"], last["index"]) == {"correct": 1.0}
+    asked = {r["question"] for r in (*plain.records, *plain.held_out)}
+    for place in (0, 2):
+        question, answer = (m["content"] for m in first["messages"][place : place + 2])
+        assert question not in asked
+        numbers = [int(n) for n in re.findall(r"\d+", question)]
+        assert int(answer) == math.gcd(*numbers)
+    with pytest.raises(ConfigError, match=r"examples \(-1\) must be a whole number >= 0"):
+        load_task({"reasoning_gym:gcd": {"examples": -1}})

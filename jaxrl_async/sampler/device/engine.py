@@ -50,6 +50,8 @@ class Programs(NamedTuple):
     """The jitted functions of one EngineSpec."""
 
     prepare: Program
+    prepare_rest: Program
+    prepare_layer: Program
     prepare_adapter: Program
     empty_places: Program
     load_place: Program
@@ -80,6 +82,8 @@ def programs_of(spec: EngineSpec) -> Programs:
     results, places = _result_shardings(spec, state), _place_shardings(spec)
     return Programs(
         prepare=jit(partial(insertion.prepare, spec)),
+        prepare_rest=jit(partial(insertion.prepare_rest, spec)),
+        prepare_layer=jit(partial(insertion.prepare_layer, spec), static_argnums=(0,)),
         prepare_adapter=jit(partial(insertion.prepare_adapter, spec)),
         empty_places=jit(partial(insertion.empty_places, spec), out_shardings=places),
         load_place=jit(
@@ -204,7 +208,7 @@ class Engine:
         before: weights in use; an adapter alone takes the place of theirs, and shares the rest.
         """
         if is_whole(params):
-            weights: EngineWeights = self.programs.prepare(params)
+            weights = self._prepare_all(params)
             if self.spec.room is None:
                 return weights
             weights = weights._replace(stack=self.programs.empty_places())
@@ -214,6 +218,18 @@ class Engine:
         layers = self.programs.prepare_adapter(params)
         pairs = zip(before.layers, layers, strict=True)
         return before._replace(layers=[{**old, **new} for old, new in pairs])
+
+    def _prepare_all(self, params: Params) -> EngineWeights:
+        if not insertion.prepares_by_layer(self.spec, params):
+            weights: EngineWeights = self.programs.prepare(params)
+            return weights
+        form = insertion.layer_form(self.spec, params)
+        layers = [
+            self.programs.prepare_layer(form, params[stack], np.int32(number))
+            for stack, number in self.spec.model.places
+        ]
+        rest = {name: w for name, w in params.items() if not is_stack(name)}
+        return EngineWeights(self.programs.prepare_rest(rest), layers)
 
     def load_place(self, weights: EngineWeights, adapter: Params, place: int) -> EngineWeights:
         """Write an adapter (adapter_stack.fitted_adapter) to a place, counted from 1. The stack of

@@ -5,6 +5,8 @@ Shapes: see sampler/device/arguments.py.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jaxrl_async.model.attention import reference
 from jaxrl_async.model.decoder import packed_head
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import empty_states, read_states
+from jaxrl_async.model.layers import fuse
 from jaxrl_async.model.layout import ONE_DEVICE
 from jaxrl_async.model.moe import experts_on
 from jaxrl_async.model.packed_layers import are_in_eight_bits, in_eight_bits, packed_layer
@@ -35,6 +38,8 @@ from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 
 log = logging.getLogger(__name__)
 
+FEW_LAYERS = 8
+"""Layers that one program prepares quickly enough."""
 KEPT = ("norm", "bias", "sinks", "correction")
 """Ends of the names of weights that stay as they are where matrices are bfloat16."""
 
@@ -63,27 +68,64 @@ def empty_state(spec: EngineSpec) -> DecodeState:
     )
 
 
+class LayerForm(NamedTuple):
+    """How each layer's weights are prepared."""
+
+    quantized: bool  # the parameters hold matrices in 8 or 4 bits
+    packs: bool  # matrices are fused and packed for the CPU's own products
+    fused: bool  # matrices are fused
+
+
+def layer_form(spec: EngineSpec, params: Params) -> LayerForm:
+    """Return how the layers of these parameters are prepared; names and types are read alone."""
+    quantized = is_quantized(params)
+    packs = spec.cpu_products and spec.fused and (not quantized or are_in_eight_bits(params))
+    if spec.cpu_products and quantized and not packs:
+        log.info("XLA multiplies with the layers' quantised matrices: kernels take those in int8")
+    return LayerForm(quantized, packs, spec.fused and not quantized and not packs)
+
+
+def prepares_by_layer(spec: EngineSpec, params: Params) -> bool:
+    """Return whether the layers share one program that prepares a layer, instead of standing one
+    after another in one program: on a CPU that one takes 5 s to compile for 30 layers."""
+    rounds = spec.eight_bits and not is_quantized(params)  # looks at all layers
+    return spec.cpu_products and spec.model.layers > FEW_LAYERS and not rounds
+
+
 def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
     """Split the parameters into layers, which the decode loop indexes statically."""
     if spec.eight_bits and not is_quantized(params):
         params = in_eight_bits(spec.model, params, spec.dtype)
+    form = layer_form(spec, params)
+    layers = decoder.split_layers(spec.model, params)
+    return EngineWeights(
+        prepare_rest(spec, params), [_prepared(spec, form, layer) for layer in layers]
+    )
+
+
+def prepare_rest(spec: EngineSpec, params: Params) -> Params:
+    """Return what is not in the layers, as the decode loop reads it."""
     rest = {name: w for name, w in params.items() if not is_stack(name)}
-    quantized = is_quantized(params)
-    packs = spec.cpu_products and spec.fused and (not quantized or are_in_eight_bits(params))
-    fused = spec.fused and not quantized and not packs
-    layers = decoder.split_layers(spec.model, params, fused=fused)
-    if spec.mixed and not quantized:  # cast once, not at each step; norms and biases stay
-        layers = [
-            {n: w if n.endswith(KEPT) else w.astype(jnp.bfloat16) for n, w in x.items()}
-            for x in layers
-        ]
-    if packs:
-        layers = [packed_layer(layer) for layer in layers]
-    elif spec.cpu_products and quantized:
-        log.info("XLA multiplies with the layers' quantised matrices: kernels take those in int8")
     if spec.cpu_products:
         rest = packed_head(spec.model, rest, halved=spec.mixed or spec.eight_bits)
-    return EngineWeights(rest, layers)
+    return rest
+
+
+def prepare_layer(spec: EngineSpec, form: LayerForm, stack: Params, number: Array) -> Params:
+    """Return one layer's weights as the decode loop reads them.
+
+    number: of the layer in its stack, int32.
+    """
+    take = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+    return _prepared(spec, form, jax.tree.map(take, stack))
+
+
+def _prepared(spec: EngineSpec, form: LayerForm, layer: Params) -> Params:
+    if form.fused:
+        layer = fuse(layer)
+    if spec.mixed and not form.quantized:  # cast once, not at each step; norms and biases stay
+        layer = {n: w if n.endswith(KEPT) else w.astype(jnp.bfloat16) for n, w in layer.items()}
+    return packed_layer(layer) if form.packs else layer
 
 
 def prepare_adapter(spec: EngineSpec, adapter: Params) -> list[Params]:

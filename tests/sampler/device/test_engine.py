@@ -4,11 +4,18 @@ import gc
 import weakref
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import PARAMS, SPEC
 
+from jaxrl_async.config.schema import ArchitectureSection
+from jaxrl_async.model import decoder
+from jaxrl_async.model.attention import has_cpu_kernels
+from jaxrl_async.model.quantize import quantize
+from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.sampler.device import insertion
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 
@@ -24,6 +31,33 @@ def test_engines_of_equal_specs_share_their_compiled_programs():
     assert second.num_compiled == first.num_compiled == before + 1
     second.prepare(PARAMS)
     assert first.num_compiled == before + 1
+
+
+@pytest.mark.parametrize("form", ["float32", "mixed", "int8", "float8_e4m3fn"])
+def test_layers_prepared_one_by_one_are_those_prepared_together(form, monkeypatch):
+    """Above FEW_LAYERS on a CPU: one small program for all layers, to the bit what one large
+    program makes."""
+    if not has_cpu_kernels(jax.devices()[0], "float32"):
+        pytest.skip("no compiler for the CPU's kernels here")
+    model = ModelSpec.from_architecture(
+        ArchitectureSection(
+            family="qwen3", layers=5, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tied=True
+        ),
+        40,
+    )
+    params = decoder.init_params(model, jax.random.key(1))
+    if "8" in form:
+        params = quantize(weight_table(model), params, form, jnp.float32)
+    mixed, pages = form == "mixed", 20 + len(form)  # programs of its own for each form
+    spec = replace(SMALL, model=model, cpu_products=True, mixed=mixed, pages=pages)
+    whole = Engine(spec).prepare(params)
+    monkeypatch.setattr(insertion, "FEW_LAYERS", 4)
+    engine = Engine(spec)
+    before = engine.num_compiled
+    parts = engine.prepare(params)
+    assert engine.num_compiled == before + 2, "the rest, and a layer"
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    assert len(parts.layers) == 5
 
 
 @pytest.mark.parametrize(
