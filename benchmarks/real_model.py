@@ -1,6 +1,6 @@
 """Train the real SmolLM2-135M-Instruct on configs/smollm2.yaml, and with TRL and Tunix, one by one.
 
-    python benchmarks/real_model.py --steps 40 --json real.json --figure real.svg
+    python benchmarks/real_model.py --steps 80 --json real.json --figure real.svg
     python benchmarks/real_model.py --ways ours --learning-rate 0   # the control
     python benchmarks/real_model.py --ways --json real.json --figure real.svg   # draw it again
 
@@ -42,11 +42,13 @@ from common import Row, columns, machine, spread, table
 from peers.environments import ENVIRONMENTS, python_of
 
 from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.metrics.notebook import HEIGHT, LEFT, RIGHT, WIDTH
 from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
 from jaxrl_async.metrics.series import number, ticks
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.trainer.optimizer import make_schedule
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -187,7 +189,7 @@ def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> li
         "rank": config.model.lora.rank,
         "alpha": config.model.lora.alpha,
         "learning_rate": config.algorithm.learning_rate,
-        "warmup": config.trainer.warmup_steps,
+        "shape": learning_rates(config),
         "betas": [config.trainer.beta1, config.trainer.beta2],
         "weight_decay": config.trainer.weight_decay,
         "max_grad_norm": config.trainer.max_grad_norm,
@@ -195,6 +197,12 @@ def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> li
     (place / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
     worker = HERE / "peers" / f"worker_{way}_smollm2.py"
     return [python_of(ENVIRONMENTS[way]), worker, place / "model", place / "asked.json"]
+
+
+def learning_rates(config: Config) -> list[float]:
+    """Return each update's learning rate, as a share of the largest."""
+    schedule = make_schedule(config.trainer, learning_rate=1.0, total_steps=config.run.steps)
+    return [float(schedule(step)) for step in range(config.run.steps)]
 
 
 def without_jax(environment: Mapping[str, str]) -> dict[str, str]:
@@ -258,7 +266,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     words.add_argument("--quick", action="store_true", help="smoke test: two small updates")
-    words.add_argument("--steps", type=int, default=40, help="updates of each")
+    words.add_argument("--steps", type=int, default=80, help="updates of each")
     words.add_argument("--ways", nargs="*", choices=list(NAMES), help="default: all; --quick: ours")
     words.add_argument("--seeds", nargs="+", type=int, default=[0])
     words.add_argument("--learning-rate", type=float, default=5e-4, help="0: the control")

