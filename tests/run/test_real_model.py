@@ -194,7 +194,7 @@ def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_be
     assert turns[0].count("<tool_call>\n") == 2
     first = [(ids, done.token_ids) for ids, done in drawn if turns_of(tokenizer, ids) == shown]
     later = [ids for ids, _ in drawn if turns_of(tokenizer, ids) == shown + 1]
-    assert len(later) >= len(first) / 2 >= 4, "most episodes have called the tool"
+    assert len(first) >= 8 and len(later) >= 2, "episodes have called the tool"
     for ids in later:
         before = [np.concatenate(turn) for turn in first]
         (begun, *_) = [b for b in before if np.array_equal(b, ids[: len(b)])]
