@@ -246,6 +246,10 @@ class Reply:
     # environment has rewritten history; token_ids is then empty. None: the sequence goes on
     opening: IntArray | None = None
     cut_off: bool = False  # with done: a limit ended the episode (StopReason.LENGTH)
+    # for scorers, as plain JSON: what was said before the first turn, with its reply alone, and the
+    # policy's message with what followed; (): only the tokens are known
+    opened: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 class Env(Protocol):

@@ -167,6 +167,9 @@ class Partial:
     hide from later tokens; 0: it has all."""
 
 
+LARGEST_REWARD = 1e30
+"""Largest reward or part of one, either sign: with float32 the squares of larger ones are infinite,
+and their advantages were 0."""
 CORRECT = "correct"
 """The part of a reward that says how right an answer is, 0 to 1: its mean is the accuracy."""
 
@@ -185,6 +188,8 @@ class Score:
     process_rewards: FloatArray | None = (
         None  # [length] float32 added to these: reward.process, whose age has a limit of its own
     )
+    left_out: bool = False  # a function did not apply (None): parts that are missing do not count
+    logged: Mapping[str, float] = field(default_factory=dict)  # log_metric's: not in the reward
 
     @property
     def by_token(self) -> FloatArray | None:
@@ -226,6 +231,11 @@ class Episode:
     expert_ids: ExpertIds | None = None
     starts: tuple[int, ...] = (0,)  # where each context begins, ascending
     score: Score | None = None  # what its environment gave; None: the scorers alone judge it
+    # what was said, for scorers alone: they are dropped once the group is scored. opened: what an
+    # environment wrote before the policy's first turn; (): the prompt's messages
+    opened: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = ()  # from the policy's first turn on; one without content: it
+    # was cut off, and its text is that of the last turn's tokens. (): only the tokens are known
     seat: str = ""  # of a game, which the policy filled; empty: no game
     peers: str = ""  # compared with those of its group that have the same word: a seat, a fork
 

@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_async.api.arguments import Brought, Data, Reward, check_given, configured
 from jaxrl_async.api.finished_run import Run
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.errors import ConfigError, StopTraining
 from jaxrl_async.metrics.console import OnStep
 from jaxrl_async.model.policy import Policy
@@ -44,7 +45,8 @@ def train(
         data: records to train on, as mappings (`question` or `messages`, `answer`, and whatever the
             reward asks for) or texts; or the path of a file of them.
         reward: a function of (completion, and any of prompt, reference and the records' columns by
-            name), the name of a built-in one, or a list of these, which are added up.
+            name) or, as elsewhere, of (prompts, completions, and columns), all lists with one item
+            an answer; the name of a built-in one; or a list of these, which are added up.
         task: environments, games, tools or a program; see docs/tasks.md.
         eval_data: held-out records; None: the last tenth of data, 64 at most.
         config: what the settings change: a YAML file, sections, or a Config.
@@ -58,6 +60,7 @@ def train(
         ConfigError: the arguments do not fit each other.
         JaxrlError: the run failed; what it says is what to do.
     """
+    end_loading()
     brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
     if on_step is not None:
         _check_callback(on_step)
@@ -156,4 +159,5 @@ def steps(
 
     for step in steps(model=..., data=..., reward=...): print(step.number, step["reward/mean"])
     """
+    end_loading()
     return Steps(model=model, data=data, reward=reward, **arguments)

@@ -29,6 +29,12 @@ class RewardSection(Section):
     together), seconds."""
     threads: Count = 16
     """Most threads that call reward functions that are not async; async ones wait side by side."""
+    processes: NonNegative = 0
+    """Most processes that call your reward functions that are not async, each ended at timeout_s;
+    0: threads, which nothing can end. For functions that can keep Python busy for long within one
+    call (a regular expression that backtracks). Another process must be able to load them:
+    FILE.py:FUNCTION, or functions of a module's top level; what they keep in memory is that
+    process's own."""
 
     @property
     def weights(self) -> dict[str, float]:

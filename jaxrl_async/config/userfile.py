@@ -9,6 +9,20 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError
 
+LOADING = "JAXRL_ASYNC_LOADS_REWARDS"
+"""Environment variable of a process that loads files only for the reward functions in them."""
+
+
+class LoadedSoFar(BaseException):
+    """Ends the loading of a script that has come to where it trains."""
+
+
+def end_loading() -> None:
+    """Raise LoadedSoFar in a process that loads a script only for its reward functions: what was
+    defined before is there. Called by whatever a script must not do twice."""
+    if os.environ.get(LOADING):
+        raise LoadedSoFar
+
 
 def is_own(name: str) -> bool:
     """Return whether a name in the configuration is that of a function in a file."""

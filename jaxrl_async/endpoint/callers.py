@@ -3,7 +3,7 @@ episode."""
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from jaxrl_async.endpoint.refusal import CallRefused
 from jaxrl_async.endpoint.wish import Draft, Terms
 from jaxrl_async.ports import Generate
 from jaxrl_async.rollout.sessions import PolicySession
-from jaxrl_async.types import Completion, IntArray, Request, SamplingParams
+from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
 
 Cut = Callable[[IntArray], int | None]
 """Given drawn tokens, returns how many of them count; None: all."""
@@ -56,6 +56,10 @@ class Caller(Protocol):
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """Take note that a call with these tokens, [prompt] int32, was refused for this limit."""
+        ...
+
+    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+        """Take note of a call's messages and its answer."""
         ...
 
 
@@ -108,6 +112,9 @@ class Guest:
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """Do nothing: nothing of a guest ends."""
 
+    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+        """Do nothing: no reward function reads it."""
+
 
 class Member:
     """A session: its calls become an episode of a run."""
@@ -152,3 +159,7 @@ class Member:
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """See Caller: the episode ends as cut off."""
         self.session.exhaust(limit, token_ids)
+
+    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+        """See Caller: the session's reward functions may read it."""
+        self.session.talked(asked, answer)

@@ -299,6 +299,7 @@ class Desk:
         message = await _aside(lambda: chat.message(drawn, call.tools))
         said = chat_answer(answer, message, reads_tools=call.reads_tools)
         caller.conversations.remember(prompt, drawn, said.message())
+        caller.talked(call.messages, said.message())
         return said
 
     async def so_far(self, call: ChatCall, strand: Strand) -> Mapping[str, Any]:

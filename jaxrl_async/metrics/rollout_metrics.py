@@ -100,6 +100,16 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
             "Mean of a named part of the reward, before weighting. Characters of its name other "
             "than letters, digits and _ . - become _.",
         ),
+        (
+            "reward/left_out_share",
+            "share",
+            "Answers to which one or several reward functions did not apply (they gave None).",
+        ),
+        (
+            "logged/<name>",
+            "as logged",
+            "Mean over the answers for which a reward function called log_metric with this name.",
+        ),
         ("reward/kl", "reward", "Mean KL penalty subtracted from an episode's reward."),
     ),
     *declared(

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
 from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.ports import ChatFormat, Reply
@@ -221,6 +222,8 @@ class ChatEnv:
             parts=earned.parts,
             opening=opening,
             cut_off=cut_off,
+            opened=() if talk.turns else as_json(talk.messages),
+            messages=as_json((message, *([] if done else said))),
         )
 
     async def verdict(self) -> Score:

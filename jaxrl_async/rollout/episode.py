@@ -29,6 +29,7 @@ from jaxrl_async.types import (
     FloatArray,
     IntArray,
     KeptTokens,
+    Message,
     Partial,
     Prompt,
     Request,
@@ -38,6 +39,8 @@ from jaxrl_async.types import (
 )
 
 NOTHING: IntArray = np.zeros(0, np.int32)
+CUT_OFF: Message = {"role": "assistant"}
+"""Message of a turn to which no environment replied, since it did not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Turn:
     opening: IntArray | None = None  # as Reply.opening: of the context that begins after this turn
     reward: float = 0.0  # as Reply.reward
     parts: Mapping[str, float] = field(default_factory=dict)
+    opened: tuple[Message, ...] = ()  # as in Reply
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +117,18 @@ def assemble_contexts(
             begin = end
             prompt_ids = prompt_ids if turn.opening is None else turn.opening
     episode = episodes[0] if len(episodes) == 1 else joined_contexts(episodes)
-    return replace(episode, score=_score(episode, turns, verdict))
+    opened, messages = said_in(turns)
+    score = _score(episode, turns, verdict)
+    return replace(episode, score=score, opened=opened, messages=messages)
+
+
+def said_in(turns: Sequence[Turn]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Return Episode.opened and Episode.messages of these turns: a turn that was cut off has a
+    message without content. Both are empty if the environment speaks in tokens alone."""
+    if not any(turn.messages for turn in turns):
+        return (), ()
+    said = [turn.messages or (CUT_OFF,) for turn in turns]
+    return turns[0].opened, tuple(message for of_turn in said for message in of_turn)
 
 
 def unplayed_episode(
@@ -568,11 +584,13 @@ async def _play_turn(
         opening=None if reply.opening is None else np.asarray(reply.opening, np.int32),
         reward=float(reply.reward),
         parts=reply.parts,
+        opened=reply.opened,
+        messages=reply.messages,
     )
     ended = StopReason.LENGTH if reply.cut_off else completion.stop
     stop = ended if reply.done else None
     if room < 0 or (room == 0 and not reply.done):
-        turn = replace(turn, reply=NOTHING)
+        turn = replace(turn, reply=NOTHING, messages=turn.messages[:1])
         stop = ended if reply.done else StopReason.LENGTH
     if stop is not None:
         turn = replace(turn, opening=None)

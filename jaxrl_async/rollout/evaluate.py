@@ -230,8 +230,9 @@ def seat_rewards(played: Iterable[tuple[Episode, Score]]) -> dict[str, float]:
 def accuracy(scores: Sequence[Score]) -> float | None:
     """Return the mean of the scores' part CORRECT; None if no score has it.
 
-    A score without that part counts as wrong.
+    A score without that part counts as wrong, unless a function did not apply to its answer.
     """
     if not any(CORRECT in score.parts for score in scores):
         return None
-    return float(np.mean([score.parts.get(CORRECT, 0.0) for score in scores]))
+    counted = [score for score in scores if CORRECT in score.parts or not score.left_out]
+    return float(np.mean([score.parts.get(CORRECT, 0.0) for score in counted]))

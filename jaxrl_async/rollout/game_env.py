@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.lent import as_json
 from jaxrl_async.ports import Generate, Player, Reply
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
@@ -80,11 +81,14 @@ class _Seat:
     turns: list[Turn] = field(default_factory=list)
     calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # as branch_after takes
     moved: int = 0  # turns, whoever made them
+    asked: int = 0  # messages before its first own
     stop: StopReason = StopReason.EOS
     early: Score = field(default_factory=lambda: Score(reward=0.0))  # before its first turn
 
     def say(self, message: Message) -> None:
         """Add its own message to its conversation."""
+        if not self.moved:
+            self.asked = len(self.messages)
         self.messages.append(message)
         self.moved += 1
 
@@ -337,6 +341,8 @@ class GameMember:
             verdict = sum_of(verdict, seat.early.reward, seat.early.parts)
             episode = assemble_contexts(seat.first, seat.turns, seat.stop, verdict)
             peers = peers_of(game, seat.name, member)
+            said = as_json(seat.messages)
+            episode = replace(episode, opened=said[: seat.asked], messages=said[seat.asked :])
             episodes.append(replace(episode, seat=seat_of(peers), peers=peers))
         return tuple(episodes)
 

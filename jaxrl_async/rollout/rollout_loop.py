@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
@@ -493,6 +493,7 @@ class RolloutLoop:
                 f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
                 f"{len(episodes)} episodes. It must give one each, in order."
             )
+        episodes = tuple(replace(e, opened=(), messages=()) for e in episodes)  # scorers read them
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=playing.ticket)
 
     async def _continued(self, playing: Playing, episodes: Sequence[Episode]) -> list[Continuation]:
@@ -547,8 +548,8 @@ class RolloutLoop:
             cause = self._first_cause
             raise RolloutError(
                 f"{self._failures_in_a_row} groups failed in a row, last on prompt "
-                f"{prompt.prompt_id}; the first failure was {_text_of(cause)}. Correct the "
-                "environment or the reward."
+                f"{prompt.prompt_id}. Correct the environment or the reward. The first failure "
+                f"was: {_text_of(cause)}"
             ) from cause
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)

@@ -17,22 +17,25 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
+from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Generate
 from jaxrl_async.rollout.episode import EpisodeLimits, check_kept, make_request, unplayed_episode
 from jaxrl_async.rollout.trace import Trace, cut_completion
 from jaxrl_async.types import (
     CORRECT,
+    LARGEST_REWARD,
     Completion,
     Episode,
     FloatArray,
     IntArray,
+    Message,
     Prompt,
     Request,
     SamplingParams,
@@ -52,8 +55,6 @@ KEY_BYTES = 24
 """Random bytes of a session's key."""
 MAX_PARTS = 64
 """Most named components of a session's reward."""
-LARGEST_REWARD = 1e30
-"""Largest reward of a session, and largest part of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,8 @@ class PolicySession:
         self._ended: str | None = None
         self._exhausted: str | None = None
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
+        self._first_asked: tuple[Message, ...] | None = None  # messages of the first chat call
+        self._talk: tuple[Message, ...] = ()  # of the latest one, with its answer
         self._on_end: list[Callable[[str], None]] = []
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
         self._asked = self._cancelled = self._overridden = self._late = self._cut = 0
@@ -250,6 +253,14 @@ class PolicySession:
                 )
             self._given.of_calls[int(number)] = value
 
+    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+        """Take note of a chat call's messages and its answer, for reward functions: the latest
+        call's count, and what the first was asked is the beginning."""
+        with self._lock:
+            if self._first_asked is None:
+                self._first_asked = tuple(asked)
+            self._talk = (*asked, answer)
+
     def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
         """Take note that a call was refused for this limit before it came here: the episode then
         ends as cut off. token_ids: the call's, [prompt] int32, if they left no room."""
@@ -350,6 +361,11 @@ class PolicySession:
                 stop = StopReason.LENGTH if self._exhausted is not None else self._trace.stop
             episode = self._trace.episode(stop)
             tokens = self._trace.token_rewards(self._given.of_calls)
+            begun = len(self._first_asked or ())
+            if self._talk[:begun] != self._first_asked:  # its history was rewritten
+                begun = next((i for i, m in enumerate(self._talk) if m["role"] == "assistant"), 0)
+            talk = as_json(self._talk)
+            episode = replace(episode, opened=talk[:begun], messages=talk[begun:])
             return replace(episode, score=self._score(tokens))
 
     @property

@@ -5,6 +5,10 @@
 
 A part that waits for another is not to blame: the search begins at the trainer and follows what
 each part waits for. A run without progress is stopped with an error that names the part.
+
+The watchdog is a thread of Python's, which stands still with all others while one of them keeps
+Python's lock (a regular expression that backtracks). Then faulthandler's thread, which needs no
+lock, writes the stacks.
 """
 
 import faulthandler
@@ -14,12 +18,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from jaxrl_async.errors import StalledError
 from jaxrl_async.ports import Clock
 
 log = logging.getLogger(__name__)
 
+LOCKED = (
+    "no thread of this process ran for %g s: one of them kept Python's lock, as a regular "
+    "expression does that backtracks. Their stacks are written; reward.processes keeps reward "
+    "functions out of this process"
+)
 LOOKS = 20
 """Readings of the counters within the time limit."""
 
@@ -125,8 +135,25 @@ class Watchdog:
         """Read the counters until stopped. Raises StalledError if there is no progress."""
         if not self.limit_s:
             return
-        while not self._stopped.wait(self.limit_s / LOOKS):
-            self.look()
+        with self._stacks.open("w", encoding="utf-8") as file:
+            try:
+                self._write_if_locked(file)
+                written = 0
+                while not self._stopped.wait(self.limit_s / LOOKS):
+                    self._write_if_locked(file)
+                    if (size := self._stacks.stat().st_size) > written:
+                        written = size
+                        log.warning("%s (%s)", LOCKED % self.limit_s, self._stacks)
+                    self.look()
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if not self._stacks.stat().st_size:
+            self._stacks.unlink()
+
+    def _write_if_locked(self, file: TextIO) -> None:
+        """Have the stacks of all threads written unless this is called again within the limit:
+        Python's lock is then kept by one of them."""
+        faulthandler.dump_traceback_later(self.limit_s, file=file, exit=False)
 
     def stop(self) -> None:
         """End `run`. Idempotent."""

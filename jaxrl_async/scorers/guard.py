@@ -29,7 +29,7 @@ from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.scorers.results import cited, finite
-from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, Score, StopReason
+from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +146,10 @@ def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple
             )
         numbers = {"reward": score.reward, **{f"part {k!r}": v for k, v in score.parts.items()}}
         for what, value in numbers.items():
-            if not is_finite_number(value):
+            if not is_finite_number(value) or abs(value) > LARGEST_REWARD:
                 raise RefusedScore(
                     f"{where} gave episode {i} a {what} of {cited(value)}. It must be a finite "
-                    "number."
+                    f"number of at most {LARGEST_REWARD:g}."
                 )
         _check_parts(score.parts, where)
         for rewards in (score.token_rewards, score.process_rewards):

@@ -28,6 +28,7 @@ from jaxrl_async.errors import (
     RolloutError,
     RolloutTimeout,
 )
+from jaxrl_async.lent import copied_columns, read_only
 from jaxrl_async.ports import Scorer
 from jaxrl_async.scorers.judge import JudgeDesk, Transcripts, Unjudged
 from jaxrl_async.scorers.judge_prompt import about_steps
@@ -182,11 +183,11 @@ class FunctionSteps:
         values = {
             "prompt": prompt.text,
             "reference": prompt.reference,
-            "columns": prompt.columns,
+            "columns": copied_columns(prompt.columns),
             "completion": self._decode(drawn),
             "steps": [step.text for step in steps],
             "token_ids": drawn,
-            "episode": episode,
+            "episode": read_only(episode),
         }
         work = functools.partial(self._function, **{n: values[n] for n in self._wanted})
         try:

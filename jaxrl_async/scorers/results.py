@@ -4,6 +4,7 @@
 {"correct": 1, "short": -0.2}              named parts; the reward is their sum
 {"correct": 1, "token_rewards": [...]}     in addition one number for each token of token_ids
 Score(...)                                 unchanged
+None                                       the function does not apply to this answer
 """
 
 import math
@@ -17,17 +18,23 @@ import numpy as np
 
 from jaxrl_async.errors import RefusedScore
 from jaxrl_async.metrics.metric import part_name
-from jaxrl_async.types import Episode, FloatArray, Score
+from jaxrl_async.types import LARGEST_REWARD, Episode, FloatArray, Score
 
 TOKEN_REWARDS = "token_rewards"
 """Key of a result that is not a part: rewards of single tokens, added to the sum of the parts."""
 MODEL = "model"
 """Part of a Score that is the reward model's number."""
-REMEDY = "It must give a finite number, or a mapping of names to finite numbers."
+REMEDY = (
+    f"It must give a finite number of at most {LARGEST_REWARD:g}, or a mapping of names to such "
+    "numbers; None says that it does not apply."
+)
 
 
-def score_of(result: Any, episode: Episode) -> Score:
-    """Convert a result to a Score. Raises RefusedScore with a message to put after "reward f"."""
+def score_of(result: Any, episode: Episode) -> Score | None:
+    """Convert a result to a Score; None stays None. Raises RefusedScore with a message to put after
+    "reward f"."""
+    if result is None:
+        return None
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")
@@ -47,31 +54,31 @@ def score_of(result: Any, episode: Episode) -> Score:
 
 
 def distinct_parts(
-    by_function: Mapping[str, Sequence[Score]], taken: Iterable[str] = ()
-) -> list[list[Score]]:
+    by_function: Mapping[str, Sequence[Score | None]], taken: Iterable[str] = ()
+) -> list[list[Score | None]]:
     """Rename the parts of several functions' Scores so that no two functions share a part.
 
     A function without parts gets one with its name, unless it is the only function. A part that an
     earlier function has, or that is taken, becomes FUNCTION.PART.
 
     Args:
-        by_function: One Score per episode of the group, by the function's name.
+        by_function: One Score per episode of the group, by the function's name; None: it does not
+            apply.
         taken: Names of parts that others provide.
 
     Raises RefusedScore if FUNCTION.PART is taken as well.
     """
     alone, known, renamed = len(by_function) == 1, set(taken), []
     for function, scores in by_function.items():
-        some = any(score.parts for score in scores)
-        parts = [
-            score.parts or ({} if alone or (some and not score.total) else {function: score.total})
-            for score in scores
-        ]
+        some = any(score.parts for score in scores if score is not None)
+        parts = [_own_parts(score, function, alone, some) for score in scores]
         names = _distinct_names(sorted({name for each in parts for name in each}), function, known)
         known |= set(names.values())
         renamed.append(
             [
-                replace(
+                None
+                if score is None
+                else replace(
                     score,
                     parts={names[name]: value for name, value in each.items()},
                     named_of_tokens=score.named_of_tokens
@@ -82,6 +89,14 @@ def distinct_parts(
             ]
         )
     return renamed
+
+
+def _own_parts(score: Score | None, function: str, alone: bool, some: bool) -> Mapping[str, float]:
+    """Return a score's parts; of a plain number one that is named after its function, unless that
+    is alone, or gives parts elsewhere and nothing here."""
+    if score is None or (score.left_out and not score.parts):
+        return {}
+    return score.parts or ({} if alone or (some and not score.total) else {function: score.total})
 
 
 def _distinct_names(parts: Sequence[str], function: str, known: Collection[str]) -> dict[str, str]:
@@ -95,14 +110,18 @@ def _distinct_names(parts: Sequence[str], function: str, known: Collection[str])
     return names
 
 
-def added(scores: Sequence[tuple[float, Score]]) -> Score:
-    """Add several functions' weighted Scores of one episode; their parts stay unweighted."""
+def added(weighted: Sequence[tuple[float, Score | None]]) -> Score:
+    """Add several functions' weighted Scores of one episode; their parts stay unweighted, and those
+    that do not apply are left out."""
+    scores = [(weight, score) for weight, score in weighted if score is not None]
     tokens = [weight * s.token_rewards for weight, s in scores if s.token_rewards is not None]
     return Score(
         reward=_sum(weight * score.reward for weight, score in scores),
         parts={name: value for _, score in scores for name, value in score.parts.items()},
         token_rewards=np.sum(tokens, axis=0, dtype=np.float32) if tokens else None,
         named_of_tokens=_sum(weight * score.named_of_tokens for weight, score in scores),
+        left_out=len(scores) < len(weighted) or any(score.left_out for _, score in scores),
+        logged={name: value for _, score in scores for name, value in score.logged.items()},
     )
 
 
@@ -117,7 +136,7 @@ def finite(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (OverflowError, ValueError):  # 10**400; a signalling NaN
+    except Exception:  # 10**400; a signalling NaN; a user's __float__ may do anything
         return None
     return number if math.isfinite(number) else None
 
@@ -133,7 +152,7 @@ def cited(value: Any) -> str:
 
 def _number(value: Any, what: str) -> float:
     number = finite(value)
-    if number is None:
+    if number is None or abs(number) > LARGEST_REWARD:
         raise RefusedScore(f"gave {what} of {cited(value)}. {REMEDY}")
     return number
 

@@ -1,52 +1,94 @@
-"""Find out from a reward function's parameter names what to call it with. Needs no JAX."""
+"""Find out from a reward function's parameter names what to call it with. Needs no JAX.
+
+def f(completion, answer)              one answer: texts, and the record's columns as they are
+def f(prompts, completions, answer)    all answers to a prompt: each a list, one item an answer
+def f(group, answer)                   all answers as Episodes: the record's columns as they are
+"""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, RefusedScore
+from jaxrl_async.lent import copied, copied_columns, read_only
 from jaxrl_async.types import Episode, Prompt
 
 OF_THE_TASK = ("prompt", "reference", "columns")
 """Of the task: the prompt's text, the right answer's text, and the whole record by column."""
+OF_THE_RUN = ("step", "trainer_state", "log_metric")
+"""Of the run: how many updates the newest weights have had, the same as TRL calls it, and a
+function of a name and a number that reports the number's mean as the metric logged/NAME."""
 OF_ONE = ("completion", "token_ids", "logprobs", "versions", "stop", "episode")
-"""Of one answer: its text; its drawn tokens with log-probs and versions; why it ended ("eos",
+"""Of one answer: its text; its sampled tokens with log-probs and versions; why it ended ("eos",
 "length"); all of it as a types.Episode."""
-OF_THE_GROUP = ("completions", "group")
-"""Of all answers to the prompt: their texts; their Episodes."""
+LISTS = ("prompts", "completions", "completion_ids")
+"""Of all answers to the prompt, a list each: the prompt, once for each answer; the answers; their
+sampled tokens. Prompts and answers are texts, and lists of messages where the record's prompt is
+one."""
+OF_THE_GROUP = (*LISTS, "group")
+"""The lists, and the answers as Episodes."""
+OF_BOTH = ("messages",)
+"""Of one answer the conversation, prompt included, as chat messages; of all answers a list."""
 IN_ORDER = ("prompt", "completion", "reference")
 """Arguments, in order, of a function whose three parameters have other names."""
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What TRL's rewards read of their `trainer_state`."""
+
+    global_step: int  # updates so far
+    max_steps: int  # updates of the whole run; 0: not known
+
+
+class OneForAll(str):
+    """A text that all answers share. It cannot be iterated: zip() would pair each answer with one
+    of its characters."""
+
+    def __iter__(self) -> Any:
+        """Raise TypeError that says what to ask for."""
+        raise TypeError(
+            "`prompt` and `reference` are one text for all answers. Ask for `prompts`, or for the "
+            "column of the records, which is a list with one item an answer."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardArguments:
     """How to call a reward function."""
 
+    whole_group: bool  # one call judges all answers to a prompt
+    in_lists: bool  # the record's columns are lists, one item an answer
     in_order: bool  # its first three parameters get IN_ORDER, whatever their names
     names: tuple[str, ...]  # of the other parameters
     needed: frozenset[str]  # those of `names` without a default
     everything: bool  # it has **kwargs: pass all values
     taken: frozenset[str]  # names not to pass by **kwargs
 
-    @property
-    def whole_group(self) -> bool:
-        """Whether one call judges all answers to a prompt."""
-        return any(name in self.names for name in OF_THE_GROUP)
+    def asks_for(self, name: str) -> bool:
+        """Return whether the function receives a value of that name."""
+        return self.everything or name in self.names
 
     def check(self, prompts: Iterable[Prompt], where: str) -> None:
         """Raise ConfigError for a parameter that no value or column of these prompts can fill.
 
-        Also raised for a parameter filled by position but named after a column. The message begins
-        with `where`.
+        Also raised for a parameter filled by position but named after a column, and for one that
+        may mean a column as well as a value of the run. The message begins with `where`.
         """
         columns = sorted({str(name) for prompt in prompts for name in prompt.columns})
         if self.in_order and (named := sorted((self.taken & set(columns)) - set(IN_ORDER))):
             raise ConfigError(f"{where} {_misnamed(named[0])}")
-        known = {*OF_THE_TASK, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
+        if both := [name for name in OF_THE_RUN if name in self.names and name in columns]:
+            raise ConfigError(
+                f"{where} asks for {both[0]!r}, which the records have as a column, and the run as "
+                "a value of its own. Rename the column, or ask for `columns`."
+            )
+        own = (*OF_THE_TASK, *OF_THE_RUN, *OF_BOTH)
+        known = {*own, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
         for name in sorted(self.needed - known):
             near = get_close_matches(name, known, n=1)
             raise ConfigError(
@@ -57,25 +99,44 @@ class RewardArguments:
                 "the parameter or give it a default."
             )
 
-    def given(self, prompt: Prompt, answers: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and named arguments for a call.
+    def given(
+        self, prompt: Prompt, answers: Mapping[str, Any], count: int
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return positional and named arguments for a call, which the function may change.
 
-        answers: the values named OF_ONE or OF_THE_GROUP. Raises RefusedScore if this prompt's
-        record lacks a column.
+        Args:
+            prompt: the task.
+            answers: the other values, by name.
+            count: how many answers a list has.
+
+        Raises RefusedScore if this prompt's record lacks a column.
         """
-        values: dict[str, Any] = {
-            **{str(name): value for name, value in prompt.columns.items()},
-            **{"prompt": prompt.text, "reference": prompt.reference, "columns": prompt.columns},
-            **answers,
-        }
-        if missing := sorted(self.needed - values.keys()):
+        columns = {str(name): value for name, value in prompt.columns.items()}
+        texts = {"prompt": prompt.text, "reference": prompt.reference}
+        known = {*columns, *texts, "columns", *answers}
+        if missing := sorted(self.needed - known):
             raise RefusedScore(
                 f"asks for {missing[0]!r}, and the record has no such column (it has: "
-                f"{', '.join(map(str, prompt.columns)) or 'none'}). Give the parameter a default."
+                f"{', '.join(columns) or 'none'}). Give the parameter a default."
             )
-        wanted = values.keys() - self.taken if self.everything else values.keys() & set(self.names)
-        positional = [values[name] for name in IN_ORDER] if self.in_order else []
-        return positional, {name: values[name] for name in wanted}
+
+        def value_of(name: str) -> Any:
+            """What is ours comes before a column, but for a list of references."""
+            if name == "columns":
+                return copied_columns(prompt.columns)
+            if name in answers:
+                return answers[name]
+            own = ("prompt",) if self.in_lists else tuple(texts)
+            if name in columns and name not in own:
+                what = f"the column {name!r}"
+                if self.in_lists:
+                    return [copied(columns[name], what) for _ in range(count)]
+                return copied(columns[name], what)
+            return OneForAll(texts[name]) if self.in_lists else texts[name]
+
+        wanted = known - self.taken if self.everything else known & set(self.names)
+        positional = [value_of(name) for name in IN_ORDER] if self.in_order else []
+        return positional, {name: value_of(name) for name in wanted}
 
 
 def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArguments:
@@ -89,12 +150,16 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
     everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
     one, group = named & set(OF_ONE), named & set(OF_THE_GROUP)
+    if one and group == {"prompts"}:  # a column of the records
+        group = set()
     if one and group:
         raise ConfigError(
             f"{where} asks for {min(one)!r}, which one answer has, and for {min(group)!r}, which "
             "all answers to a prompt have. Ask for one of them."
         )
-    by_name = bool(one or group) or (everything and not places and not any_number)
+    by_name = bool(one or group or named & set(OF_BOTH)) or (
+        everything and not places and not any_number
+    )
     first = 0 if by_name else len(IN_ORDER)
     required = [p for p in places if p.default is Parameter.empty]
     fits = len(places) >= first or any_number
@@ -103,14 +168,16 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
         raise ConfigError(
             f"{where} cannot be called as reward(prompt, completion, reference): it takes "
             f"({', '.join(map(str, parameters))}). Let it take these three, or ask by name for "
-            f"what it needs: {', '.join((*OF_TASK_AND_ONE, *OF_THE_GROUP))}, or a column of the "
-            "records."
+            f"what it needs: {', '.join((*OF_TASK_AND_ONE, *OF_BOTH, *OF_THE_GROUP))}, or a column "
+            "of the records."
         )
     misplaced = [p for p, own in zip(places, IN_ORDER, strict=False) if p.name != own]
     if not by_name and (wrong := [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]):
         raise ConfigError(f"{where} {_misnamed(wrong[0])}")
     others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
     return RewardArguments(
+        whole_group=bool(group),
+        in_lists=bool(group & set(LISTS)),
         in_order=not by_name,
         names=tuple(p.name for p in others if p.kind in BY_NAME),
         needed=frozenset(p.name for p in others if p.default is Parameter.empty),
@@ -132,12 +199,31 @@ OF_TASK_AND_ONE = (*OF_THE_TASK, *OF_ONE)
 
 def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
     """Return the values named OF_ONE of an answer whose text is `completion`."""
-    drawn = episode.drawn
+    lent = read_only(episode)
+    drawn = lent.drawn
     return {
         "completion": completion,
-        "token_ids": episode.token_ids[drawn],
-        "logprobs": episode.logprobs[drawn],
-        "versions": episode.versions[drawn],
-        "stop": episode.stop.value,
-        "episode": episode,
+        "token_ids": lent.token_ids[drawn],
+        "logprobs": lent.logprobs[drawn],
+        "versions": lent.versions[drawn],
+        "stop": lent.stop.value,
+        "episode": lent,
+    }
+
+
+def answers_of(
+    episodes: Sequence[Episode], completions: Sequence[Any], prompt: Any
+) -> dict[str, Any]:
+    """Return the values named OF_THE_GROUP.
+
+    Args:
+        episodes: the answers.
+        completions: the same as texts, or as lists of messages.
+        prompt: in the same form.
+    """
+    return {
+        "prompts": [copied(prompt) for _ in episodes],
+        "completions": list(completions),
+        "completion_ids": [e.token_ids[e.drawn].tolist() for e in episodes],
+        "group": tuple(map(read_only, episodes)),
     }

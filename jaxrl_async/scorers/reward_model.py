@@ -8,6 +8,7 @@ import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,11 @@ class RewardModelScorer:
                 "the reward model's. Rename it."
             )
         parts = dict(given.parts)
-        if self._function is not None and not parts:
+        if self._function is not None and not parts and not given.left_out:
             parts = {FUNCTION: given.reward}
         token_rewards = given.token_rewards
-        return Score(
+        return replace(
+            given,
             reward=self._function_weight * given.reward + self._model_weight * value,
             parts={**parts, MODEL: value},
             token_rewards=None if token_rewards is None else self._function_weight * token_rewards,

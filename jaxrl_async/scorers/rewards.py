@@ -1,34 +1,45 @@
 """Score answers with reward functions, built in or the user's. Needs no JAX.
 
 group ──> text ──> each function ──> its results ──> Scores ──> weighted sums
-                   (one call for each answer, or one for all; reward_arguments.py: its arguments,
-                    usercode.py: its thread, results.py: its result)
+                   (one call for each answer, or one for all; reward_call.py: the call,
+                    reward_arguments.py: its arguments, results.py: its result,
+                    usercode.py: its thread, reward_process.py: its process)
 
 Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
-
-import numpy as np
 
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
-from jaxrl_async.scorers.graders import exact, gsm8k, math
-from jaxrl_async.scorers.results import MODEL, added, cited, distinct_parts, score_of
-from jaxrl_async.scorers.reward_arguments import RewardArguments, answer_of, reward_arguments_of
-from jaxrl_async.tasks.usercode import Threads, TooLate, run_async, side_by_side
+from jaxrl_async.scorers.graders import exact, gsm8k
+from jaxrl_async.scorers.graders import math as same_math
+from jaxrl_async.scorers.results import MODEL, added, distinct_parts
+from jaxrl_async.scorers.reward_arguments import RewardArguments, reward_arguments_of
+from jaxrl_async.scorers.reward_call import (
+    QUESTIONS,
+    Log,
+    RewardCall,
+    awaited,
+    called,
+    last_turn,
+    scores_of,
+)
+from jaxrl_async.scorers.reward_process import LOAD_S, RewardProcesses, Source, source_of
+from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 RewardFunction = Callable[..., Any]
 """Returns a number, a mapping of parts or a Score (results.py); for a group, a list of them."""
 
-REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": math}
+REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": same_math}
 QUICK = (exact, gsm8k)
 """Built-ins that run on the caller's thread."""
 
@@ -79,7 +90,11 @@ class RewardScorer:
         *,
         timeout_s: float,
         threads: int = 16,
+        processes: int = 0,
         taken: Set[str] = frozenset(),
+        alone: bool = True,
+        asks: tuple[str, ...] = QUESTIONS,
+        max_steps: int = 0,
     ) -> None:
         """Make a scorer of these functions, which must have distinct short names.
 
@@ -88,15 +103,29 @@ class RewardScorer:
             decode: Turns drawn tokens into text without special tokens.
             timeout_s: Longest time for one call, seconds.
             threads: Most threads for functions that are not async.
+            processes: Most processes for functions of the user's that are not async; 0: threads.
             taken: Names of parts that other scorers provide.
+            alone: Nothing else rewards an answer to which no function applies.
+            asks: Columns that may hold a record's question; the first that is there does.
+            max_steps: Updates of the whole run.
 
-        Raises ConfigError if a function cannot be called.
+        Raises ConfigError if a function cannot be called, or no process could load it.
         """
         self._judges = [
             (judge, reward_arguments_of(judge.function, judge.where)) for judge in judges
         ]
         self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
-        self._taken = taken
+        self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
+        self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
+        self._sources: dict[str, Source] = {}
+        if processes:
+            self._processes = RewardProcesses(processes)
+            self._threads = Threads(max(threads, processes))
+            self._sources = {
+                judge.name: source_of(judge.function, judge.name, judge.where)
+                for judge in judges
+                if judge.function not in REWARDS.values() and not is_async(judge.function)
+            }
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if a function asks for a column that none of these prompts has."""
@@ -104,81 +133,140 @@ class RewardScorer:
         for judge, arguments in self._judges:
             arguments.check(prompts, judge.where)
 
+    def close(self) -> None:
+        """End the processes, if there are any; they start again when they are needed."""
+        if self._sources:
+            self._processes.close()
+
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode by all tokens that the policy drew in it; the built-in functions look
         at its last turn alone, which has the answer: tool calls stand before it.
 
         Raises RolloutError, naming function and prompt, if a function fails, returns something
-        other than a reward, or takes longer than timeout_s for a call.
+        other than a reward, or takes longer than timeout_s for a call, and if no function applies
+        to an answer that nothing else rewards.
         """
-        texts = [self._decode(e.token_ids[e.drawn]) for e in episodes]
+        whole = RewardCall(
+            prompt=prompt,
+            episodes=episodes,
+            texts=tuple(self._decode(e.token_ids[e.drawn]) for e in episodes),
+            last_texts=tuple(self._decode(last_turn(e)) for e in episodes),
+            asks=self._asks,
+            step=self.version(),
+            max_steps=self._max_steps,
+        )
+        logged: list[dict[str, list[float]]] = [{} for _ in episodes]
         by_judge = await side_by_side(
-            self._judged(judge, arguments, episodes, texts, prompt)
-            for judge, arguments in self._judges
+            self._judged(judge, arguments, whole, logged) for judge, arguments in self._judges
         )
         names = [judge.short_name for judge, _ in self._judges]
         weights = [judge.weight for judge, _ in self._judges]
         with _about(" and ".join(names), prompt):
             by_function = distinct_parts(dict(zip(names, by_judge, strict=True)), self._taken)
+            given = list(zip(*by_function, strict=True))
+            if self._alone and any(all(s is None for s in scores) for scores in given):
+                raise RefusedScore(
+                    "gave None (does not apply) for an answer that nothing else rewards. Give a "
+                    "number, or add a function that applies to such records."
+                )
             return tuple(
-                added(list(zip(weights, scores, strict=True)))
-                for scores in zip(*by_function, strict=True)
+                replace(added(list(zip(weights, scores, strict=True))), logged=_means(values))
+                for scores, values in zip(given, logged, strict=True)
             )
 
     async def _judged(
         self,
         judge: Judge,
         arguments: RewardArguments,
-        episodes: Sequence[Episode],
-        texts: Sequence[str],
-        prompt: Prompt,
-    ) -> list[Score]:
-        """Return one function's Score of each episode."""
+        whole: RewardCall,
+        logged: Sequence[dict[str, list[float]]],
+    ) -> list[Score | None]:
+        """Return one function's Score of each episode; None where it does not apply."""
         if judge.function in REWARDS.values():
-            texts = [
-                self._decode(_last_turn(episode)) if episode.num_turns > 1 else text
-                for episode, text in zip(episodes, texts, strict=True)
-            ]
-        if arguments.whole_group:
-            answers = {"completions": list(texts), "group": tuple(episodes)}
-            results = await self._called(judge, arguments, prompt, answers)
-        else:
-            results = await side_by_side(
-                self._called(judge, arguments, prompt, answer_of(episode, text))
-                for episode, text in zip(episodes, texts, strict=True)
-            )
-        with _about(judge.name, prompt):
-            listed = _one_each(results, len(episodes))
-            return [score_of(r, episode) for r, episode in zip(listed, episodes, strict=True)]
+            whole = replace(whole, texts=whole.last_texts)
+        calls = [whole] if arguments.whole_group else _each(whole)
+        logs = [logged] if arguments.whole_group else [[one] for one in logged]
+        results = await side_by_side(
+            self._called(judge, arguments, call, _log_to(log))
+            for call, log in zip(calls, logs, strict=True)
+        )
+        return [score for scores in results for score in scores]
 
     async def _called(
-        self, judge: Judge, arguments: RewardArguments, prompt: Prompt, answers: Mapping[str, Any]
-    ) -> Any:
-        with _about(judge.name, prompt):
-            positional, named = arguments.given(prompt, answers)
-            work = functools.partial(judge.function, *positional, **named)
+        self, judge: Judge, arguments: RewardArguments, call: RewardCall, log: Log
+    ) -> list[Score | None]:
+        with _about(judge.name, call.prompt):
             if any(judge.function is quick for quick in QUICK):
-                return work()
+                return called(judge.function, arguments, call, log)
             try:
+                if judge.name in self._sources:
+                    return await self._in_process(self._sources[judge.name], call, log)
+                work = functools.partial(called, judge.function, arguments, call, log)
                 if is_async(judge.function):
-                    return (await run_async(work, self._timeout_s)).get()
+                    work = functools.partial(awaited, judge.function, arguments, call, log)
+                    return _scores((await run_async(work, self._timeout_s)).get())
                 result = (await self._threads.run(work, self._timeout_s)).get()
                 if inspect.isawaitable(result):  # a lambda around an async function
-                    result = (await run_async(lambda: result, self._timeout_s)).get()
-                return result
-            except TooLate:
+                    again = functools.partial(_awaited, result, arguments, call)
+                    result = (await run_async(again, self._timeout_s)).get()
+                return _scores(result)
+            except TooLate as late:
                 what = "the group" if arguments.whole_group else "one answer"
+                lock = f" {LOCKED}" if late.overdue_s > LOCKED_S and not self._sources else ""
                 raise RolloutTimeout(
-                    f"took more than {self._timeout_s:g} s for {what}. Make it quicker or raise "
-                    "reward.timeout_s; an async function must await whatever it waits for."
+                    f"took more than {self._timeout_s:g} s for {what}.{lock} Make it quicker or "
+                    "raise reward.timeout_s; an async function must await whatever it waits for."
                 ) from None
 
+    async def _in_process(self, source: Source, call: RewardCall, log: Log) -> list[Score | None]:
+        """Return what a process says; it keeps the time itself."""
+        ask = functools.partial(self._processes.ask, source, call, self._timeout_s)
+        outcome: CallOutcome = await self._threads.run(ask, 2 * LOAD_S + self._timeout_s)
+        if isinstance(outcome.error, TooLate):
+            raise outcome.error
+        scores, logged = outcome.get()
+        for name, value in logged:
+            log(name, value)
+        return _scores(scores)
 
-def _last_turn(episode: Episode) -> IntArray:
-    """Return the tokens that the policy drew last, without a break between them."""
-    places = np.flatnonzero(episode.drawn)
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    return episode.token_ids[places[breaks[-1] + 1 :] if len(breaks) else places]
+
+LOCKED_S = 1.0
+LOCKED = (
+    "It kept Python's lock meanwhile, so that the whole run stood still, as a regular expression "
+    "does that backtracks: set reward.processes."
+)
+
+
+async def _awaited(
+    result: Awaitable[Any], arguments: RewardArguments, call: RewardCall
+) -> list[Score | None]:
+    return scores_of(await result, arguments, call)
+
+
+def _scores(scores: Any) -> list[Score | None]:
+    return list(scores)
+
+
+def _each(call: RewardCall) -> list[RewardCall]:
+    """Return a call for each answer of a call for all of them."""
+    return [
+        replace(call, episodes=(episode,), texts=(text,), last_texts=(last,))
+        for episode, text, last in zip(call.episodes, call.texts, call.last_texts, strict=True)
+    ]
+
+
+def _log_to(logged: Sequence[dict[str, list[float]]]) -> Log:
+    """Return what adds a metric's value to these answers' values."""
+
+    def log(name: str, value: float) -> None:
+        for values in logged:
+            values.setdefault(name, []).append(value)
+
+    return log
+
+
+def _means(logged: dict[str, list[float]]) -> dict[str, float]:
+    return {name: math.fsum(values) / len(values) for name, values in logged.items()}
 
 
 class _about:
@@ -196,21 +284,6 @@ class _about:
             raise type(error)(f"{self._head} {error}") from error.__cause__
 
 
-def _one_each(results: Any, count: int) -> list[Any]:
-    """Return a whole group's results as a list; refuse a set, which has no order."""
-    try:
-        listed = None if isinstance(results, str | bytes | Mapping | Set) else list(results)
-    except TypeError:
-        listed = None
-    if listed is None or len(listed) != count:
-        given = cited(results) if listed is None else f"{len(listed)} results"
-        raise RefusedScore(
-            f"gave {given} for {count} answers. A function of `completions` or `group` must give "
-            "one result for each, in order."
-        )
-    return listed
-
-
 def is_async(function: RewardFunction) -> bool:
     """Return whether calling the function returns a coroutine."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
@@ -221,6 +294,10 @@ def make_scorer(
     decode: Callable[[IntArray], str],
     prompts: Iterable[Prompt] = (),
     of_task: Sequence[RewardFunction] = (),
+    *,
+    alone: bool = True,
+    asks: tuple[str, ...] = QUESTIONS,
+    max_steps: int = 0,
 ) -> RewardScorer:
     """Make the configured scorer.
 
@@ -229,6 +306,7 @@ def make_scorer(
         decode: turns drawn tokens into text without special tokens.
         prompts: samples, for whose columns the functions may ask.
         of_task: a task's functions; reward.function adds to them if it is set.
+        alone: as in RewardScorer, and so are asks and max_steps.
 
     Raises ConfigError if a function is unknown or cannot be called.
     """
@@ -249,7 +327,11 @@ def make_scorer(
         decode,
         timeout_s=section.timeout_s,
         threads=section.threads,
+        processes=section.processes,
         taken=frozenset() if section.model is None else frozenset({MODEL}),
+        alone=alone,
+        asks=asks,
+        max_steps=max_steps,
     )
     scorer.check(prompts)
     return scorer

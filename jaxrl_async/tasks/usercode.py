@@ -10,22 +10,31 @@ import contextlib
 import functools
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_async.errors import RolloutError, is_the_runs_own_end
 
 T = TypeVar("T")
 
+HERE = Path(__file__).resolve().parent.parent
+CALLERS = ("usercode.py", "reward_call.py", "reward_process.py", "rewards.py", "process_rewards.py")
+"""Files of this package that tracebacks do not show."""
+SHOWN_FRAMES = 12
+"""Most calls of a traceback that are shown."""
 MAX_STUCK = 64
 """Most threads stuck in calls that never returned: a thread cannot be stopped."""
 
 
 class TooLate(Exception):
     """A call took longer than its timeout."""
+
+    overdue_s = 0.0  # how much longer: more than a moment, if it kept Python's lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +53,38 @@ class CallOutcome:
         if isinstance(self.error, RolloutError):  # a built-in's own
             raise self.error
         if self.error is not None:
-            raised = f"raised {type(self.error).__name__}: {_words(self.error)}"
-            raise RolloutError(f"{raised}. Correct the function.") from self.error
+            raise RolloutError(told(self.error)) from self.error
         return self.value
+
+
+def told(error: BaseException) -> str:
+    """Say what a user's function raised, where, and by which calls: the first line names file and
+    line, the traceback follows."""
+    kind, words = type(error).__name__, _words(error)
+    frames = _frames_of_user(error)
+    if not frames:
+        return f"raised {kind}: {words}. Correct the function."
+    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    where = f"{own.filename}, line {own.lineno}, in {own.name}"
+    left_out = ["  ...\n"] if len(frames) > SHOWN_FRAMES else []
+    shown = traceback.format_list(frames[:1]) if left_out else []
+    shown += [*left_out, *traceback.format_list(frames[-SHOWN_FRAMES + len(shown) :])]
+    lines = "".join(shown).rstrip()
+    head = f"raised {kind}: {words} ({where}). Correct the function."
+    return f"{head}\nTraceback (most recent call last):\n{lines}\n{kind}: {words}"
+
+
+def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the calls that led to an exception, from the first that is not this package's on."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    first = next((i for i, f in enumerate(frames) if not _is_ours(f.filename)), len(frames))
+    return frames[first:]
+
+
+def _is_ours(file: str) -> bool:
+    """Return whether a file is one through which this package calls users' functions."""
+    path = Path(file)
+    return path.parent.parent == HERE and path.name in CALLERS
 
 
 def _words(error: BaseException) -> str:
@@ -93,7 +131,9 @@ class Threads:
                 begun = time.monotonic() if call.begun_s is None else call.begun_s
                 left_s = begun + timeout_s - time.monotonic()
                 if left_s <= 0:
-                    raise TooLate
+                    late = TooLate()
+                    late.overdue_s = -left_s
+                    raise late
                 await asyncio.wait([done], timeout=left_s)
         finally:
             self._give_up(call)

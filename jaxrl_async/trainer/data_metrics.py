@@ -16,6 +16,7 @@ from jaxrl_async.types import (
     EpisodeGroup,
     FloatArray,
     IntArray,
+    Score,
     StopReason,
 )
 
@@ -69,10 +70,28 @@ def _length_counts(lengths: IntArray) -> dict[str, float]:
 
 
 def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """Report the mean of each named part of the reward."""
-    names = sorted({name for g in groups for s in g.scores for name in s.parts})
+    """Report the mean of each named part of the reward, and of what functions logged.
+
+    A part that an answer lacks is 0, unless a function said that it does not apply to the answer.
+    """
     scores = [s for g in groups for s in g.scores]
-    return {f"reward/{n}": float(np.mean([s.parts.get(n, 0.0) for s in scores])) for n in names}
+    names = sorted({name for s in scores for name in s.parts})
+    logged = sorted({name for s in scores for name in s.logged})
+    left_out = sum(s.left_out for s in scores)
+    return {
+        **{f"reward/{n}": _mean_of_part(scores, n) for n in names},
+        **{
+            f"logged/{n}": float(np.mean([s.logged[n] for s in scores if n in s.logged]))
+            for n in logged
+        },
+        **({"reward/left_out_share": left_out / len(scores)} if left_out else {}),
+    }
+
+
+def _mean_of_part(scores: Sequence[Score], name: str) -> float:
+    return float(
+        np.mean([s.parts.get(name, 0.0) for s in scores if name in s.parts or not s.left_out])
+    )
 
 
 def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:

@@ -274,6 +274,9 @@ def test_a_session_becomes_an_episode_of_what_was_drawn(rig: Rig):
     assert late.status_code == 401 and "finished" in late.json()["error"]["message"]
     episode = session.episode()
     assert (episode.starts, episode.num_turns, episode.score.reward) == ((0,), 3, 0.5)
+    assert [m["role"] for m in episode.messages] == ["assistant", "user"] * 2 + ["assistant"]
+    assert [m["content"] for m in episode.opened] == [m["content"] for m in HI]
+    assert episode.messages[2]["content"] == turns[1].choices[0].message.content
     assert episode.token_ids[episode.drawn].tolist() == flat(t.choices[0].token_ids for t in turns)
     drawn = np.flatnonzero(episode.drawn)
     last_of_turn = drawn[len(turns[0].choices[0].token_ids + turns[1].choices[0].token_ids) - 1]

@@ -274,6 +274,11 @@ def test_a_turn_that_is_cut_off_is_scored_without_a_step():
     episode, *_ = play(Task(environment=Counts), "one", "two", stop=StopReason.LENGTH)
     assert episode.stop is StopReason.LENGTH and episode.num_turns == 2
     assert episode.score.total == 1 + 10
+    assert said(episode) == [("assistant", "one"), ("user", "more"), ("assistant", None)]
+
+
+def said(episode):
+    return [(m["role"], m.get("content")) for m in episode.messages]
 
 
 def test_the_turns_of_an_episode_are_limited_and_the_last_one_is_answered():
@@ -336,6 +341,12 @@ def test_tools_answer_and_their_errors_are_told_to_the_policy_and_counted():
     assert "gone" in said[2] and "took more than 0.1 s" in said[3]
     assert "word" in said[4] and "nothing" in said[5] and said[6].startswith("abcdefghi.")
     assert episode.num_turns == 7
+    assert [m["content"] for m in episode.opened] == ["ask"]
+    roles = ["assistant", "tool", "tool", *["assistant", "tool"] * 5, "assistant"]
+    assert [m["role"] for m in episode.messages] == roles
+    first, found = episode.messages[0]["tool_calls"], episode.messages[1]
+    assert [c["function"]["name"] for c in first] == ["find", "shout"]
+    assert found["content"] == "oneone" and found["tool_call_id"] == first[0]["id"]
     assert counted == {"tool_errors": 3, "tool_timeouts": 1, "cut_tool_results": 2}
 
 
@@ -448,6 +459,8 @@ def test_an_episode_saved_between_turns_goes_on_as_if_nothing_had_been(rewrites,
     assert episode.starts == whole.starts and episode.num_turns == whole.num_turns
     assert episode.score.parts == whole.score.parts and episode.score.total == whole.score.total
     assert len(generate.requests) == 3 - at
+    assert (episode.opened, episode.messages) == (whole.opened, whole.messages)
+    assert said(whole)[-3:] == [("assistant", "two"), ("user", "more"), ("assistant", "three")]
 
 
 def test_an_environment_without_state_starts_over():

@@ -110,6 +110,9 @@ def test_each_seat_has_a_conversation_of_its_own_and_the_winner_is_paid() -> Non
     assert second == ("<system>sys<eos><user>5<eos><assistant>1<eos><user>2<eos><assistant>2<eos>")
     assert [chat.tokenizer.decode(e.token_ids[e.drawn]) for e in episodes] == ["22", "12"]
     assert [e.seat for e in episodes] == [e.peers for e in episodes] == ["first", "second"]
+    talks = [[m["content"] for m in (*e.opened, *e.messages)] for e in episodes]
+    assert talks == [["sys", "7", "2", "4", "2"], ["sys", "5", "1", "2", "2"]]
+    assert [len(e.opened) for e in episodes] == [2, 2]
     assert [e.score.parts for e in episodes] == [{"correct": 0.0}, {"correct": 1.0}]
     assert [e.score.total for e in episodes] == [0.0, 1.0] and not counted
     assert generate.calls == [[f"g5/m0/{seat}.t{t}"] for t in (0, 1) for seat in moves]

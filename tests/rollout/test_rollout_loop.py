@@ -325,7 +325,7 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
     gate = ScriptedGate(*[1] * 20)
     loop = make_loop(gate, scorer=PositionScorer(broken=range(100)), max_failures=3)
     with pytest.raises(
-        RolloutError, match=r"3 groups failed in a row.*the first failure was no reward for 0"
+        RolloutError, match=r"3 groups failed in a row.*The first failure was: no reward for 0"
     ):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
     assert len(gate.failed) == 2

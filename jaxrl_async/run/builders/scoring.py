@@ -47,8 +47,8 @@ from jaxrl_async.scorers.reward_model import (
     RewardModelScorer,
     load_reward_model,
 )
-from jaxrl_async.scorers.rewards import make_scorer
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
+from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Scorers:
     evaluation: GuardedScorer
     desk: JudgeDesk | None = None  # of the judge; None: there is none
     process: ProcessScorer | None = None  # within `training`; None: no process rewards
+    functions: RewardScorer | None = None  # within both; None: there are none
     trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and what tries them before a run
 
     def oldest_s(self) -> float:
@@ -88,11 +89,16 @@ class Scorers:
             self.desk.cache.open(judge_cache_file(folder, process))
         if self.process is not None:
             self.process.version = version
+        if self.functions is not None:
+            self.functions.version = version
 
     def close(self) -> None:
-        """Close the judge's connections and its cache file. Idempotent."""
+        """Close the judge's connections and its cache file, and end the functions' processes.
+        Idempotent; what is needed again is made again."""
         if self.desk is not None:
             self.desk.close()
+        if self.functions is not None:
+            self.functions.close()
 
 
 def make_scorers(
@@ -116,11 +122,21 @@ def make_scorers(
         task: its environment and its functions judge, too.
     """
     section = config.reward
-    function: Scorer | None = None
+    functions: RewardScorer | None = None
     if has_functions(section, task):
-        function = make_scorer(section, tokenizer.decode, held_out, task.rewards)
+        others_judge = task.judges or section.model is not None or section.judge.judges_answers
+        functions = make_scorer(
+            section,
+            tokenizer.decode,
+            held_out,
+            task.rewards,
+            alone=not others_judge,
+            asks=_asks(config, task),
+            max_steps=config.run.steps,
+        )
+    function: Scorer | None = functions
     if task.judges:
-        function = EnvironmentScorer(function)
+        function = EnvironmentScorer(functions)
     others = function
     if section.model is not None:
         others = _with_model(config, function, tokenizer, slices, lock)
@@ -147,8 +163,18 @@ def make_scorers(
         evaluation=_guarded(config.faults, evaluation, faults),
         desk=None if judging is None else judging.desk,
         process=process,
+        functions=functions,
         trials=tuple(trials),
     )
+
+
+def _asks(config: Config, task: Task) -> tuple[str, ...]:
+    """Return the columns that may hold a record's question, in the order of those who read them."""
+    if task.records is not None:
+        return ("messages", *QUESTIONS)
+    section = config.data.jsonl
+    names = (section.prompt_field, section.messages_field, "prompt")
+    return tuple(name for name in names if name is not None)
 
 
 class NoOutcome:

@@ -1,0 +1,73 @@
+"""What a user's function is given: copies, or arrays that it cannot write into. Needs no JAX.
+
+A function may use up what it is given (`tests.pop()`): the next call gets it whole again.
+"""
+
+import copy
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxrl_async.types import Message
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+UNCHANGEABLE = (str, bytes, int, float, bool, complex, type(None))
+
+
+def copied(value: T, what: str = "a value") -> T:
+    """Return a deep copy of a value of a record.
+
+    What cannot be copied (an open file, a lock) is returned itself, with one warning for each
+    `what`.
+    """
+    if isinstance(value, UNCHANGEABLE):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # the value's own __deepcopy__ may raise anything
+        _warn_shared(what, type(value).__name__, f"{type(error).__name__}: {error}")
+        return value
+
+
+@lru_cache(256)
+def _warn_shared(what: str, kind: str, error: str) -> None:
+    log.warning(
+        "%s is a %s that cannot be copied (%s): all calls of your functions share it, and one that "
+        "changes it changes it for all others.",
+        what,
+        kind,
+        error,
+    )
+
+
+def copied_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record whose values are copies, by column."""
+    return {name: copied(value, f"the column {name!r}") for name, value in columns.items()}
+
+
+def read_only(carrier: T) -> T:
+    """Return a carrier of types.py (an Episode) whose arrays cannot be written into, and whose
+    mappings and messages are copies."""
+    if isinstance(carrier, np.ndarray):
+        view = carrier.view()
+        view.flags.writeable = False
+        return view
+    if is_dataclass(carrier) and not isinstance(carrier, type):
+        own = {f.name: getattr(carrier, f.name) for f in fields(carrier)}
+        return replace(carrier, **{name: read_only(value) for name, value in own.items()})
+    return copied(carrier)
+
+
+def as_json(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return copies of messages that a checkpoint can hold: what is not JSON becomes text."""
+    try:
+        return tuple(json.loads(json.dumps(list(map(dict, messages)), default=str)))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text; a loop
+        return tuple({"role": m["role"], "content": str(m.get("content"))} for m in messages)

@@ -1,0 +1,161 @@
+"""One call of a reward function: its arguments, and its result as Scores. Needs no JAX.
+
+The same call is made by a thread of the run (rewards.py) and in a process (reward_process.py).
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import RefusedScore
+from jaxrl_async.lent import copied
+from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.scorers.results import cited, finite, score_of
+from jaxrl_async.scorers.reward_arguments import (
+    OF_BOTH,
+    OF_THE_RUN,
+    RewardArguments,
+    TrainerState,
+    answer_of,
+    answers_of,
+)
+from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score
+
+QUESTIONS = ("question", "prompt", "messages")
+"""Columns that may hold the question, by default: the first that is there does."""
+Log = Callable[[str, float], None]
+"""Takes the name and the value of a metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCall:
+    """What one call judges: one answer, or all answers to a prompt."""
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+    texts: tuple[str, ...]  # what the policy sampled in each
+    last_texts: tuple[str, ...]  # of it the last turn's
+    asks: tuple[str, ...] = QUESTIONS  # columns that may hold the question
+    step: int = 0  # updates that the newest weights have had
+    max_steps: int = 0  # of the run
+
+
+def call_arguments(
+    call: RewardCall, arguments: RewardArguments, log: Log
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and named arguments. Raises RefusedScore if the record lacks a column."""
+    prompt, episodes = call.prompt, call.episodes
+    if not arguments.whole_group:
+        answers = answer_of(episodes[0], call.texts[0])
+    elif arguments.in_lists and asks_in_messages(prompt, call.asks):
+        said = [answer_messages(call, place) for place in range(len(episodes))]
+        answers = answers_of(episodes, said, plain_messages(prompt.messages))
+    else:
+        answers = answers_of(episodes, call.texts, prompt.text)
+        if not arguments.in_lists:
+            answers = {"group": answers["group"], "completions": answers["completions"]}
+    if arguments.asks_for("messages"):
+        talks = [conversation(call, place) for place in range(len(episodes))]
+        answers[OF_BOTH[0]] = talks if arguments.whole_group else talks[0]
+    state = TrainerState(global_step=call.step, max_steps=call.max_steps)
+    of_run = dict(zip(OF_THE_RUN, (call.step, state, checked_log(log)), strict=True))
+    hidden = {n for n in of_run if n in prompt.columns and n not in arguments.names}
+    answers |= {name: value for name, value in of_run.items() if name not in hidden}
+    return arguments.given(prompt, answers, len(episodes))
+
+
+def called(
+    function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
+) -> Any:
+    """Call a function; return a Score or None (it does not apply) for each episode, or what
+    is to be awaited for its result. Raises RefusedScore, and whatever the function raises."""
+    positional, named = call_arguments(call, arguments, log)
+    result = function(*positional, **named)
+    return result if inspect.isawaitable(result) else scores_of(result, arguments, call)
+
+
+async def awaited(
+    function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
+) -> list[Score | None]:
+    """Call an async function as `called` does."""
+    positional, named = call_arguments(call, arguments, log)
+    return scores_of(await function(*positional, **named), arguments, call)
+
+
+def scores_of(result: Any, arguments: RewardArguments, call: RewardCall) -> list[Score | None]:
+    """Convert what a function gave. Raises RefusedScore."""
+    count = len(call.episodes)
+    listed = one_each(result, count) if arguments.whole_group else [result]
+    return [score_of(r, episode) for r, episode in zip(listed, call.episodes, strict=True)]
+
+
+def one_each(results: Any, count: int) -> list[Any]:
+    """Return a whole group's results as a list; refuse a set, which has no order."""
+    try:
+        listed = None if isinstance(results, str | bytes | Mapping | Set) else list(results)
+    except TypeError:
+        listed = None
+    if listed is None or len(listed) != count:
+        given = cited(results) if listed is None else f"{len(listed)} results"
+        raise RefusedScore(
+            f"gave {given} for {count} answers. A function of `completions` or `group` must give "
+            "one result for each, in order."
+        )
+    return listed
+
+
+def checked_log(log: Log) -> Log:
+    """Return `log` that takes any finite number, and makes the name a metric's."""
+
+    def log_metric(name: str, value: Any) -> None:
+        number = finite(value)
+        if number is None:
+            raise RefusedScore(
+                f"logged the metric {name!r} with {cited(value)}. Log a finite number."
+            )
+        log(part_name(name), number)
+
+    return log_metric
+
+
+# ---- what was said
+
+
+def asks_in_messages(prompt: Prompt, asks: Iterable[str] = QUESTIONS) -> bool:
+    """Return whether the record's own prompt is a list of chat messages, not a text."""
+    found = next((v for n in asks if (v := prompt.columns.get(n)) is not None), None)
+    return bool(prompt.messages) and isinstance(found, list | tuple | np.ndarray)
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as dicts that are copies."""
+    return [copied(dict(message)) for message in messages]
+
+
+def answer_messages(call: RewardCall, place: int) -> list[dict[str, Any]]:
+    """Return an answer as messages: the policy's, with its tool calls, and what was said to it."""
+    episode = call.episodes[place]
+    if not episode.messages:
+        return [{"role": "assistant", "content": call.texts[place]}]
+    cut_off = {"content": call.last_texts[place]}
+    whole = [
+        m if "content" in m or "tool_calls" in m else {**m, **cut_off} for m in episode.messages
+    ]
+    return plain_messages(whole)
+
+
+def conversation(call: RewardCall, place: int) -> list[dict[str, Any]]:
+    """Return the whole conversation of an answer, the prompt included."""
+    episode, prompt = call.episodes[place], call.prompt
+    asked = episode.opened or prompt.messages or ({"role": "user", "content": prompt.text},)
+    return [*plain_messages(asked), *answer_messages(call, place)]
+
+
+def last_turn(episode: Episode) -> IntArray:
+    """Return the tokens that the policy sampled last, without a break between them."""
+    places = np.flatnonzero(episode.drawn)
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    return episode.token_ids[places[breaks[-1] + 1 :] if len(breaks) else places]
