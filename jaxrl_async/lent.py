@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxrl_async.types import Message
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_WARNED: dict[str, object] = {}
 UNCHANGEABLE = (str, bytes, int, float, bool, complex, type(None))
 
 
@@ -36,15 +36,16 @@ def copied(value: T, what: str = "a value") -> T:
         return value
 
 
-@lru_cache(256)
 def _warn_shared(what: str, kind: str, error: str) -> None:
-    log.warning(
-        "%s is a %s that cannot be copied (%s): all calls of your functions share it, and one that "
-        "changes it changes it for all others.",
-        what,
-        kind,
-        error,
-    )
+    own = object()
+    if _WARNED.setdefault(what, own) is own:  # one thread's alone
+        log.warning(
+            "%s is a %s that cannot be copied (%s): all calls of your functions share it, and one "
+            "that changes it changes it for all others.",
+            what,
+            kind,
+            error,
+        )
 
 
 def copied_columns(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 {"correct": 1, "short": -0.2}              named parts; the reward is their sum
 {"correct": 1, "token_rewards": [...]}     in addition one number for each token of token_ids
 Score(...)                                 unchanged
-None                                       the function does not apply to this answer
+None                                       the function does not apply (reward_call.py)
 """
 
 import math
@@ -30,11 +30,8 @@ REMEDY = (
 )
 
 
-def score_of(result: Any, episode: Episode) -> Score | None:
-    """Convert a result to a Score; None stays None. Raises RefusedScore with a message to put after
-    "reward f"."""
-    if result is None:
-        return None
+def score_of(result: Any, episode: Episode) -> Score:
+    """Convert a result to a Score. Raises RefusedScore with a message to put after "reward f"."""
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")

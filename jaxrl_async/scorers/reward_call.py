@@ -89,7 +89,8 @@ def scores_of(result: Any, arguments: RewardArguments, call: RewardCall) -> list
     """Convert what a function gave. Raises RefusedScore."""
     count = len(call.episodes)
     listed = one_each(result, count) if arguments.whole_group else [result]
-    return [score_of(r, episode) for r, episode in zip(listed, call.episodes, strict=True)]
+    pairs = zip(listed, call.episodes, strict=True)
+    return [None if result is None else score_of(result, episode) for result, episode in pairs]
 
 
 def one_each(results: Any, count: int) -> list[Any]:
