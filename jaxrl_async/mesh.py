@@ -81,6 +81,26 @@ def have_threads_for_collectives() -> None:
     os.environ.setdefault("PJRT_NPROC", "32")
 
 
+LEAST_CPU_DEVICES = 2
+"""Devices that a CPU is made to look like at least, by whatever starts JAX first: as many as a
+trainer and a sampler need by default, which a later job of the process may be."""
+
+
+def ask_for_cpu_devices(count: int = LEAST_CPU_DEVICES) -> bool:
+    """Have JAX's CPU backend look like at least so many devices; return False if it runs already.
+
+    Without effect if XLA_FLAGS gives a number.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return True
+    asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, asked))
+    except RuntimeError:
+        return False
+    return True
+
+
 class Slices(NamedTuple):
     """The trainer's mesh and those of the samplers in this process; if colocated, one sampler on
     the trainer's devices of this process."""

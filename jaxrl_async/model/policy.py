@@ -13,7 +13,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.data.addresses import folder_here
-from jaxrl_async.mesh import TRAINER_RULES, Rules, shardings, skip_absent_tpu
+from jaxrl_async.mesh import (
+    TRAINER_RULES,
+    Rules,
+    ask_for_cpu_devices,
+    shardings,
+    skip_absent_tpu,
+)
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
 from jaxrl_async.model.hf import (
@@ -101,6 +107,8 @@ class Policy:
                 code is run.
         """
         skip_absent_tpu()
+        if not jax.distributed.is_initialized():
+            ask_for_cpu_devices()
         if decoder is not None:
             load_code(decoder, "Policy.from_pretrained: decoder")
         folder = folder_here(str(folder), "folder")

@@ -1,5 +1,6 @@
 """The devices of a run: asked of JAX, checked for memory, and locked where threads share them."""
 
+import gc
 import logging
 import os
 from contextlib import AbstractContextManager
@@ -9,18 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import clear_backends
 from jax.sharding import Mesh
 
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.config.seats_section import resident_snapshots
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.host import has_tpu
 from jaxrl_async.mesh import (
+    LEAST_CPU_DEVICES,
     NO_DEVICE_LOCK,
     DeviceLock,
     DeviceLocks,
     Slices,
+    ask_for_cpu_devices,
     have_threads_for_collectives,
     skip_absent_tpu,
 )
@@ -38,25 +42,46 @@ log = logging.getLogger(__name__)
 
 
 def claim_devices(config: Config) -> None:
-    """Ask JAX's CPU backend, before its first use, for as many devices as the mesh needs.
+    """Ask JAX's CPU backend, before its first use, for as many devices as the mesh needs, or more:
+    a later job of this process may need them (LEAST_CPU_DEVICES).
 
-    Without effect if an accelerator is the default backend, if XLA_FLAGS gives a number, or if they
-    would be too many to emulate: make_slices reports that.
+    A CPU backend that was started with too few is started again if nothing lives on it. Without
+    effect if an accelerator is the default backend, if XLA_FLAGS gives a number, or if they would
+    be too many to emulate: make_slices reports that. Raises MeshError if arrays keep a backend that
+    has too few.
     """
     skip_absent_tpu()
     if config.mesh.samplers_in == "processes":
         leave_devices_to_samplers(config.mesh)
     if config.mesh.num_devices > MAX_CPU_DEVICES:
         return
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
         have_threads_for_collectives()
-    try:
-        processes = config.distributed.num_processes or 1
-        jax.config.update("jax_num_cpu_devices", run_devices_per_process(config, processes))
-    except RuntimeError:  # JAX runs already (a notebook): make_slices reports too few
-        log.info("JAX was started before; the mesh uses the devices that are there")
+    processes = config.distributed.num_processes or 1
+    needed = run_devices_per_process(config, processes)
+    least = LEAST_CPU_DEVICES if processes == 1 else 1
+    if not ask_for_cpu_devices(max(needed, least)):  # a notebook, or an earlier job
+        _restart_cpu(needed)
+
+
+def _restart_cpu(needed: int) -> None:
+    """Start JAX's CPU backend again with so many devices, if it has fewer. Raises MeshError if
+    arrays live on it."""
+    found = jax.local_devices()
+    if found[0].platform != "cpu" or len(found) >= needed or jax.process_count() > 1:
+        return
+    gc.collect()
+    if live := jax.live_arrays():
+        raise MeshError(
+            f"the mesh needs {needed} devices, and JAX was started before with {len(found)} on the "
+            f"CPU, where {len(live)} arrays live, the largest of the shape "
+            f"{max(live, key=lambda array: array.size).shape}. Put "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before whatever uses JAX first, "
+            "or set mesh.colocated=true: trainer and sampler then share one device."
+        )
+    log.info("JAX's CPU backend is started again, with %d devices", needed)
+    clear_backends()
+    ask_for_cpu_devices(needed)
 
 
 def leave_devices_to_samplers(mesh: MeshSection) -> None:
