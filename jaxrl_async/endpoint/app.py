@@ -49,7 +49,7 @@ from jaxrl_async.endpoint.token_generate import token_body, token_call
 from jaxrl_async.types import Message
 
 CONVERSATION = "x-session-id"
-"""Header that names one of a guest's conversations."""
+"""Header that names one of a guest's conversations, or one of a session's players."""
 BEGIN = "/v1/session/begin"
 """Where agents outside of the run ask for a task; with a key of its own."""
 SHOWN_REASON = 200

@@ -121,9 +121,11 @@ class Member:
 
     adapter = ""
 
-    def __init__(self, session: PolicySession, conversations: Conversations) -> None:
-        """Make the caller of a session."""
-        self.session, self.conversations = session, conversations
+    def __init__(
+        self, session: PolicySession, conversations: Conversations, voice: str = ""
+    ) -> None:
+        """Make the caller of a session. voice: which of its players; empty: there is one."""
+        self.session, self.conversations, self._voice = session, conversations, voice
 
     @property
     def terms(self) -> Terms:
@@ -154,6 +156,7 @@ class Member:
             cut=ask.cut,
             early=ask.early,
             began=ask.began,
+            voice=self._voice,
         )
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
@@ -162,4 +165,4 @@ class Member:
 
     def talked(self, asked: Sequence[Message], answer: Message) -> None:
         """See Caller: the session's reward functions may read it."""
-        self.session.talked(asked, answer)
+        self.session.talked(asked, answer, self._voice)

@@ -164,12 +164,13 @@ class Desk:
 
         Args:
             key: of a guest or a session.
-            conversation: names one of a guest's conversations; None: nothing is remembered.
+            conversation: names one of a guest's conversations; None: nothing is remembered. Of a
+                session it names one of its players.
             model: that a guest names; None: the base.
         """
         if key is None or not self._is_guest(key):
             session = self.session(key)
-            return Member(session, self._of_member(session))
+            return Member(session, self._of_member(session), conversation or "")
         served = self.served
         adapter = "" if self.adapters is None else self.adapters.adapter_of(model)
         known = Conversations() if conversation is None else self._of_guest(key, conversation)

@@ -42,6 +42,7 @@ from jaxrl_async.rollout.sessions import (
     SessionPlace,
     Sessions,
 )
+from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.types import Completion, Episode, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -154,8 +155,9 @@ class ProgramMember:
         member: int,
         limits: EpisodeLimits,
         spent_s: Callable[[float], None],
-    ) -> Episode:
-        """Run the program once; return what it drew as an episode (ports.Plays).
+    ) -> Episode | tuple[Episode, ...]:
+        """Run the program once; return what it drew as an episode, or one for each player that it
+        tells apart (ports.Plays).
 
         Raises RolloutTimeout if a time limit ended its session, RolloutError if it fails or draws
         nothing, Closed if the run is stopping.
@@ -169,6 +171,8 @@ class ProgramMember:
             with programs.calls.one():
                 returned = await self._outcome(session)
             session.finish()
+            if isinstance(returned, tuple) and all(isinstance(r, SeatScore) for r in returned):
+                return _seated(session, returned, member)
             return self._judged(session, returned)
         finally:
             session.end("its program has ended")
@@ -263,6 +267,25 @@ class ProgramMember:
         for name, number in numbers.items():
             if number:
                 self._programs.count(name, number)
+
+
+def _seated(
+    session: PolicySession, scores: Sequence[SeatScore], member: int
+) -> tuple[Episode, ...]:
+    """Return an episode for each player that drew something, with its own score. Raises
+    RolloutError if none did."""
+    found = [(score, session.episode_of(score.voice)) for score in scores]
+    played = tuple(
+        replace(episode, score=of.score, seat=of.seat, peers=of.peers(member))
+        for of, episode in found
+        if episode is not None
+    )
+    if not played:
+        raise RolloutError(
+            f"session {session.label}, prompt {session.prompt.prompt_id}: no call of a player that "
+            "is trained drew anything. Let them use the address and key that the program is given."
+        )
+    return played
 
 
 def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ...]:

@@ -125,8 +125,9 @@ class PolicySession:
         self._ended: str | None = None
         self._exhausted: str | None = None
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
-        self._first_asked: tuple[Message, ...] | None = None  # messages of the first chat call
-        self._talk: tuple[Message, ...] = ()  # of the latest one, with its answer
+        # by voice, the latest last: messages of the first chat call, and of the latest with its
+        # answer
+        self._talks: dict[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
         self._on_end: list[Callable[[str], None]] = []
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
         self._asked = self._cancelled = self._overridden = self._late = self._cut = 0
@@ -178,6 +179,7 @@ class PolicySession:
         cut: Callable[[IntArray], int | None] | None = None,
         early: "asyncio.Future[Completion] | None" = None,
         began: Callable[[str], None] | None = None,
+        voice: str = "",
     ) -> Completion:
         """Draw what follows these tokens, [prompt] int32, and record it. On any event loop.
 
@@ -196,11 +198,14 @@ class PolicySession:
             early: set to the beginning of the completion by whoever sees in Generate.progress that
                 it ends there; its slot is free at the next block.
             began: called with the request's id before it is queued.
+            voice: who of the episode's players asks; empty: there is one.
 
         Raises SessionEnded if the session has ended or ends meanwhile (Closed where the run stops),
         SessionLimit if it may not draw any more, RolloutError for a request that cannot be served.
         """
-        request, number = self._begin(token_ids, max_new_tokens, stop_token_ids, sampling, seed)
+        request, number = self._begin(
+            token_ids, max_new_tokens, stop_token_ids, sampling, seed, voice
+        )
         try:
             if began is not None:
                 began(request.request_id)
@@ -253,13 +258,12 @@ class PolicySession:
                 )
             self._given.of_calls[int(number)] = value
 
-    def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """Take note of a chat call's messages and its answer, for reward functions: the latest
-        call's count, and what the first was asked is the beginning."""
+    def talked(self, asked: Sequence[Message], answer: Message, voice: str = "") -> None:
+        """Take note of a voice's chat call and its answer, for reward functions: the latest call's
+        messages count, and what the first was asked is the beginning."""
         with self._lock:
-            if self._first_asked is None:
-                self._first_asked = tuple(asked)
-            self._talk = (*asked, answer)
+            first, _ = self._talks.pop(voice, (tuple(asked), ()))
+            self._talks[voice] = (first, (*asked, answer))
 
     def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
         """Take note that a call was refused for this limit before it came here: the episode then
@@ -361,12 +365,28 @@ class PolicySession:
                 stop = StopReason.LENGTH if self._exhausted is not None else self._trace.stop
             episode = self._trace.episode(stop)
             tokens = self._trace.token_rewards(self._given.of_calls)
-            begun = len(self._first_asked or ())
-            if self._talk[:begun] != self._first_asked:  # its history was rewritten
-                begun = next((i for i, m in enumerate(self._talk) if m["role"] == "assistant"), 0)
-            talk = as_json(self._talk)
-            episode = replace(episode, opened=talk[:begun], messages=talk[begun:])
+            opened, said = self._said(next(reversed(self._talks), ""))
+            episode = replace(episode, opened=opened, messages=said)
             return replace(episode, score=self._score(tokens))
+
+    def episode_of(self, voice: str) -> Episode | None:
+        """Return what one voice drew as an episode without a score; None: it drew nothing."""
+        with self._lock:
+            stop = self._trace.stop_of(voice)
+            if stop is None:
+                return None
+            stop = StopReason.LENGTH if self._exhausted is not None else stop
+            opened, said = self._said(voice)
+            return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
+
+    def _said(self, voice: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Return Episode.opened and Episode.messages of a voice."""
+        first, talk = self._talks.get(voice, ((), ()))
+        begun = len(first)
+        if talk[:begun] != first:  # its history was rewritten
+            begun = next((i for i, m in enumerate(talk) if m["role"] == "assistant"), 0)
+        said = as_json(talk)
+        return said[:begun], said[begun:]
 
     @property
     def too_long(self) -> bool:
@@ -389,6 +409,7 @@ class PolicySession:
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams | None,
         seed: int | None,
+        voice: str,
     ) -> tuple[Request, int]:
         """Check that a call may be made and take note of it."""
         tokens = np.asarray(token_ids)
@@ -402,7 +423,7 @@ class PolicySession:
         with self._lock:
             self._check_open()
             self._check_limits(tokens)
-            begun = self._trace.begin(tokens)
+            begun = self._trace.begin(tokens, voice)
             if self._trace.num_drawing == 1:
                 self._drawing_since = self._clock()
             self._asked += 1

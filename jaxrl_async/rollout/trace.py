@@ -5,9 +5,10 @@
                         S r z         history was rewritten: a sequence of its own
                         P x r w       a retry, or one of several answers: x is context here
 
-A call whose prompt begins with the whole of a context extends it; any other begins one. So every
-drawn token is marked as drawn where it was drawn, and nowhere else, in exactly the tokens that the
-policy saw.
+A call whose prompt begins with the whole of a context extends it; any other begins one. Calls of
+different voices (players of one episode, by the header x-session-id) never share a context. So
+every drawn token is marked as drawn where it was drawn, and nowhere else, in exactly the tokens
+that the policy saw.
 """
 
 import hashlib
@@ -36,6 +37,7 @@ class _Context:
     """One sequence that grows."""
 
     prompt_ids: IntArray
+    voice: str = ""  # who speaks in it
     branch: int = 0  # of its requests: context_branch; 0 for the session's first
     token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all that is known of it
     turns: list[Turn] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Trace:
         self._asked: Counter[bytes] = Counter()
         self._begun = 0
         self.stop = StopReason.CANCELLED  # of the call that ended last
+        self._stops: dict[str, StopReason] = {}  # the same by voice
 
     @property
     def num_calls(self) -> int:
@@ -84,8 +87,8 @@ class Trace:
         """Number of calls that are being drawn."""
         return len(self._drawing)
 
-    def begin(self, prompt_ids: IntArray) -> BegunCall:
-        """Take note that a call draws what follows these tokens, [prompt] int32.
+    def begin(self, prompt_ids: IntArray, voice: str = "") -> BegunCall:
+        """Take note that a call of a voice draws what follows these tokens, [prompt] int32.
 
         The place of what it draws is settled now, so that it does not depend on which of several
         calls ends first. Random numbers are those of the context, so that two contexts with
@@ -94,10 +97,10 @@ class Trace:
         prompt_ids = np.array(prompt_ids, np.int32)
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         earlier = self._asked[digest]
-        context = self._extended_by(prompt_ids)
+        context = self._extended_by(prompt_ids, voice)
         if context is None:
             branch = context_branch(prompt_ids, earlier) if self._begun else 0
-            context = _Context(prompt_ids=prompt_ids, branch=branch)
+            context = _Context(prompt_ids=prompt_ids, voice=voice, branch=branch)
             self._contexts.append(context)
         begun = BegunCall(number=self._begun, branch=context.branch + earlier)
         self._begun += 1
@@ -119,7 +122,7 @@ class Trace:
         context.token_ids = np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32)
         context.busy = False
         self._ends[number] = (context, len(context.token_ids) - 1)
-        self.stop = completion.stop
+        self.stop = self._stops[context.voice] = completion.stop
 
     def cancel(self, number: int) -> None:
         """Forget a call of which nothing was seen."""
@@ -137,11 +140,18 @@ class Trace:
         turns = (turn for context in self._contexts for turn in context.turns)
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
 
-    def episode(self, stop: StopReason) -> Episode:
+    def stop_of(self, voice: str) -> StopReason | None:
+        """Return how a voice's last call ended; None: it drew nothing."""
+        return self._stops.get(voice)
+
+    def episode(self, stop: StopReason, voice: str | None = None) -> Episode:
         """Return all contexts as one episode, in the order of their first calls; calls that are
-        still being drawn are not in it. At least one call has drawn something."""
+        still being drawn are not in it. voice: only this one's contexts; None: everybody's. At
+        least one call has drawn something."""
         episodes = [
-            assemble_episode(c.prompt_ids, c.turns, stop) for c in self._contexts if c.turns
+            assemble_episode(c.prompt_ids, c.turns, stop)
+            for c in self._contexts
+            if c.turns and voice in (None, c.voice)
         ]
         return replace(joined_contexts(episodes), stop=stop)
 
@@ -160,12 +170,13 @@ class Trace:
             values[begins[id(context)] + last] += value
         return values if given else None
 
-    def _extended_by(self, prompt_ids: IntArray) -> _Context | None:
+    def _extended_by(self, prompt_ids: IntArray, voice: str) -> _Context | None:
         """Return the longest context that these tokens begin with the whole of."""
         found = [
             c
             for c in self._contexts
             if not c.busy
+            and c.voice == voice
             and len(c.token_ids) <= len(prompt_ids)
             and np.array_equal(c.token_ids, prompt_ids[: len(c.token_ids)])
         ]

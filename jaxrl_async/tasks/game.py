@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxrl_async.tasks.record import Said, TaskRecord
-from jaxrl_async.types import Message
+from jaxrl_async.types import Message, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,20 @@ def peers_of(game: Game, seat: str, member: int) -> str:
         if seat in team:
             return f"{team[0]}/{member}"
     return seat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatScore:
+    """What one player of an episode earned, of a program that plays several."""
+
+    voice: str  # by which its calls are known: their header x-session-id
+    seat: str  # its name; empty: all play the same
+    score: Score
+    alike: bool = False  # others of its seat play beside it, with whom it is compared
+
+    def peers(self, member: int) -> str:
+        """Return with whom it is compared (Episode.peers)."""
+        return f"{self.seat}/{member}" if self.alike and self.seat else self.seat
 
 
 def seat_of(peers: str) -> str:

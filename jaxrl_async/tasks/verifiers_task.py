@@ -14,16 +14,22 @@ task: {verifiers:NAME: {taskset: {...}, agent: {...}}}      the arguments are th
 import asyncio
 import contextlib
 import importlib
+import importlib.metadata
+import importlib.util
 import itertools
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.tasks.usercode import TooLate, run_async
@@ -143,7 +149,7 @@ class VerifiersPlayer:
         self._tasks, self._clients = tasks, clients
         self.services = EnvironmentServices(make)
 
-    async def play(self, session: PlayedSession) -> Score:
+    async def play(self, session: PlayedSession) -> Score | tuple[SeatScore, ...]:
         """Play the record's task once (rollout.agent_programs.Program). Raises RolloutError."""
         try:
             outcome = await run_async(lambda: self._episode(session), LONGEST_S)
@@ -151,10 +157,10 @@ class VerifiersPlayer:
             raise RolloutError(f"an episode took more than {LONGEST_S:g} s") from None
         if outcome.error is not None:
             raise outcome.error
-        score: Score = outcome.value
+        score: Score | tuple[SeatScore, ...] = outcome.value
         return score
 
-    async def _episode(self, session: PlayedSession) -> Score:
+    async def _episode(self, session: PlayedSession) -> Score | tuple[SeatScore, ...]:
         split, index = session.record[MARK]
         client = self._clients.EvalClientConfig(
             base_url=session.base_url, headers={KEY_HEADER: session.api_key}, api_key_var=NO_KEY
@@ -175,12 +181,13 @@ class VerifiersPlayer:
         return score_of_traces(episode)
 
 
-def score_of_traces(episode: Any) -> Score:
-    """Return the score of a played episode: the mean reward of the seats that are trained, with
-    every seat's rewards (before their weights) and metrics as parts.
+def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
+    """Return what a played episode earned: the score of the trace that is trained or, of several,
+    each one's own, by the trace's id.
 
-    A part of a seat is named SEAT.PART where several seats play; of several traces of one seat it
-    is the mean. Raises RolloutError for an episode that failed.
+    Parts are a trace's rewards (before their weights) and metrics; of a seat they are named
+    SEAT.PART where several seats play. Those of seats that are not trained, means over their
+    traces, are parts of every one that is. Raises RolloutError for an episode that failed.
     """
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
@@ -190,15 +197,28 @@ def score_of_traces(episode: Any) -> Score:
     if not trained:
         raise RolloutError("no seat of the environment is to be trained")
     several = len({trace.agent.name for trace in episode.traces}) > 1
-    found: dict[str, list[float]] = {}
+    others: dict[str, list[float]] = {}
     for trace in episode.traces:
-        seat = f"{trace.agent.name}." if several else ""
-        for name, value in numbers_of(trace).items():
-            found.setdefault(f"{seat}{name}", []).append(value)
-    return Score(
-        reward=_mean([float(trace.reward) for trace in trained]),
-        parts={name: _mean(values) for name, values in found.items()},
+        if not trace.agent.trainable:
+            for name, value in _parts_of(trace, several).items():
+                others.setdefault(name, []).append(value)
+    beside = {name: _mean(values) for name, values in others.items()}
+    scores = [
+        Score(reward=float(trace.reward), parts={**beside, **_parts_of(trace, several)})
+        for trace in trained
+    ]
+    if len(scores) == 1:
+        return scores[0]
+    seats = [part_name(trace.agent.name) if several else "" for trace in trained]
+    return tuple(
+        SeatScore(voice=trace.id, seat=seat, score=score, alike=seats.count(seat) > 1)
+        for trace, seat, score in zip(trained, seats, scores, strict=True)
     )
+
+
+def _parts_of(trace: Any, several: bool) -> dict[str, float]:
+    seat = f"{trace.agent.name}." if several else ""
+    return {f"{seat}{name}": value for name, value in numbers_of(trace).items()}
 
 
 def numbers_of(trace: Any) -> dict[str, float]:
@@ -245,12 +265,22 @@ def verifiers_task(
             held_out = environment_config(loaders, name, {**arguments, "taskset": taskset})
             tasks["eval"] = _tasks(loaders, held_out.taskset, size)
         loaders.load_environment(config)  # what fails, fails now
-    except (ConfigError, ValidationError):
+    except ConfigError:
         raise
     except Exception as error:
+        if (module := module_of_version_0(name)) is not None:
+            raise ConfigError(
+                f"{name!r} is an environment of verifiers' version 0 ({module} has "
+                "load_environment), and tasksets of version 1 alone are played here: take a "
+                "release of it for verifiers 1, or train on its records with its reward functions "
+                "(reward.function=FILE.py:FUNCTION)."
+            ) from error
+        if isinstance(error, ValidationError):
+            raise
         raise ConfigError(
             f"the taskset {name!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    check_containers(config, tasks["train"])
     player = VerifiersPlayer(tasks, lambda: loaders.load_environment(config), clients)
     return Task(
         records=records_of(tasks["train"], "train"),
@@ -286,6 +316,62 @@ def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) ->
                 "{id: null}} (null in quotes)."
             )
     return config
+
+
+def check_containers(config: Any, tasks: Sequence[Any]) -> None:
+    """Raise ConfigError where a harness or a task needs a container, and its seat's runtime is
+    none, or one of Docker's on a machine without it: every episode would fail."""
+    loaders, harnesses = _module(".utils.loaders"), config.agent_harnesses()
+    kinds = {seat: getattr(config, seat).runtime.type for seat in harnesses}
+    for seat, harness in harnesses.items():
+        needs = loaders.harness_class(harness.id).NEEDS_CONTAINER
+        if needs and kinds[seat] == "subprocess":
+            raise ConfigError(
+                f"{seat!r} is played by the harness {harness.id!r}, which needs a container. Say "
+                f"which: {seat}: {{runtime: {{type: docker}}}}, or take a harness that needs none: "
+                f'{seat}: {{harness: {{id: "null"}}}}.'
+            )
+        if kinds[seat] == "docker" and shutil.which("docker") is None:
+            raise ConfigError(
+                f"{seat!r} runs in Docker, and there is no docker on this machine. Install it, or "
+                f"take another runtime: {seat}: {{runtime: {{type: ...}}}}."
+            )
+    needing = [t for t in tasks if type(t).NEEDS_CONTAINER or t.data.image]
+    if needing and set(kinds.values()) == {"subprocess"}:
+        raise ConfigError(
+            f"{len(needing)} of the {len(tasks)} tasks need a container, and every seat runs as a "
+            f"process of this machine. Say which: {next(iter(kinds))}: {{runtime: {{type: "
+            "docker}}."
+        )
+
+
+def module_of_version_0(name: str) -> str | None:
+    """Return the module of an installed environment of verifiers' version 0: one that defines
+    load_environment. None: it is none. Imports nothing of it.
+
+    name: of a module, of an installed distribution, or owner/name of the environments' hub.
+    """
+    plain = name.rsplit("/", 1)[-1].split("@", 1)[0]
+    modules = [plain.replace("-", "_"), plain.replace("-", "_").lower()]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        files = importlib.metadata.files(plain) or []
+        modules += sorted({file.parts[0].removesuffix(".py") for file in files})
+    for module in dict.fromkeys(modules):
+        if module.isidentifier() and _defines(module, "def load_environment("):
+            return module
+    return None
+
+
+def _defines(module: str, code: str) -> bool:
+    """Return whether a file of a module has this line's beginning."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None or not found.origin.endswith(".py"):
+            return False
+        file = Path(found.origin)
+        files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+        return any(code in one.read_text("utf-8", "replace") for one in files)
+    return False
 
 
 def records_of(tasks: Sequence[Any], split: str) -> list[TaskRecord]:

@@ -72,14 +72,16 @@ def _length_counts(lengths: IntArray) -> dict[str, float]:
 def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """Report the mean of each named part of the reward, and of what functions logged.
 
-    A part that an answer lacks is 0, unless a function said that it does not apply to the answer.
+    A part that an answer lacks is 0, unless a function said that it does not apply to the answer,
+    or it is a part of other seats of the game.
     """
     scores = [s for g in groups for s in g.scores]
+    seats = [e.seat for g in groups for e in g.episodes]
     names = sorted({name for s in scores for name in s.parts})
     logged = sorted({name for s in scores for name in s.logged})
     left_out = sum(s.left_out for s in scores)
     return {
-        **{f"reward/{n}": _mean_of_part(scores, n) for n in names},
+        **{f"reward/{n}": _mean_of_part(scores, seats, n) for n in names},
         **{
             f"logged/{n}": float(np.mean([s.logged[n] for s in scores if n in s.logged]))
             for n in logged
@@ -88,10 +90,11 @@ def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     }
 
 
-def _mean_of_part(scores: Sequence[Score], name: str) -> float:
-    return float(
-        np.mean([s.parts.get(name, 0.0) for s in scores if name in s.parts or not s.left_out])
-    )
+def _mean_of_part(scores: Sequence[Score], seats: Sequence[str], name: str) -> float:
+    pairs = list(zip(scores, seats, strict=True))
+    have = {seat for score, seat in pairs if name in score.parts}
+    counted = [s for s, seat in pairs if name in s.parts or (seat in have and not s.left_out)]
+    return float(np.mean([s.parts.get(name, 0.0) for s in counted]))
 
 
 def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:

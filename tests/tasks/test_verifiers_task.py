@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,6 +115,49 @@ def test_an_episode_has_the_samplers_own_tokens_and_the_environments_score():
             assert set(parts) == {"share", "letters"}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("souths", [1, 2])
+def test_each_seat_is_an_episode_with_its_own_reward(souths):
+    """Before, an episode had the mean of its seats: 0 in a game of zero sum."""
+    task = load_task({"verifiers:verifiers_duel": {"souths": souths}})
+    groups, drawn, tokenizer = played(task, task.records[:2])
+    for number, group in enumerate(groups):
+        assert len(group) == 2 * (1 + souths)
+        for member in range(2):
+            mine = [d for name, d in drawn.items() if name.startswith(f"g{number}/m{member}/")]
+            assert len(mine) == 1 + souths
+            episodes = group[member * (1 + souths) : (member + 1) * (1 + souths)]
+            seats = ["north"] + ["south"] * souths
+            assert [e.seat for e in episodes] == seats
+            south = "south" if souths == 1 else f"south/{member}"
+            assert [e.peers for e in episodes] == ["north"] + [south] * souths
+            assert [e.score.reward for e in episodes] == [3.0] + [-3.0] * souths
+            assert [dict(e.score.parts) for e in episodes] == [
+                {f"{seat}.payoff": -3.0 if place else 3.0, f"{seat}.number": float(place)}
+                for place, seat in enumerate(seats)
+            ]
+            for episode, seat in zip(episodes, seats, strict=True):
+                asked = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
+                assert f"You are {seat}." in asked and episode.num_turns == 1
+                (own,) = [
+                    d for d in mine if np.array_equal(d.token_ids, episode.token_ids[episode.drawn])
+                ]
+                np.testing.assert_array_equal(own.logprobs, episode.logprobs[episode.drawn])
+                assert [m["role"] for m in (*episode.opened, *episode.messages)] == [
+                    "user",
+                    "assistant",
+                ]
+
+
+@pytest.mark.exhaustive
+def test_each_attempt_of_best_of_n_has_its_own_reward():
+    task = load_task({NAME: {"id": "best-of-n", "n": 3}})
+    ((*episodes,),), _, _ = played(task, task.records[:1], members=1)
+    assert len(episodes) == 3 and {(e.seat, e.peers) for e in episodes} == {("", "")}
+    for episode in episodes:
+        assert episode.score.reward == 2 * episode.score.parts["share"]
+
+
 def words_of_failure(task, error):
     """What a run is told where every member of a group fails."""
     with pytest.raises(RolloutError, match=error):
@@ -195,6 +239,35 @@ def test_services_that_cannot_be_opened_say_why():
 def test_what_cannot_be_is_refused(choice, words):
     with pytest.raises(ConfigError, match=words):
         load_task(choice)
+
+
+def test_a_harness_that_needs_a_container_is_refused_at_the_start(monkeypatch):
+    contained = {"agent": {"harness": {"id": "verifiers_contained"}}}
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "helpers"))
+    with pytest.raises(
+        ConfigError, match=r"'agent' is played by .*which needs a container.*docker"
+    ):
+        load_task({NAME: contained})
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    docker = {"agent": {"harness": {"id": "verifiers_reverse"}, "runtime": {"type": "docker"}}}
+    with pytest.raises(ConfigError, match="no docker on this machine"):
+        load_task({NAME: docker})
+
+
+@pytest.mark.parametrize("name", ["old_game", "old-game", "somebody/old-game@0.1.2"])
+@pytest.mark.parametrize("layout", ["file", "package"])
+def test_an_environment_of_version_0_is_refused_in_a_sentence(tmp_path, monkeypatch, name, layout):
+    code = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    return vf.State()\n"
+    if layout == "file":
+        (tmp_path / "old_game.py").write_text(code)
+    else:
+        (tmp_path / "old_game").mkdir()
+        (tmp_path / "old_game" / "__init__.py").write_text("from .env import load_environment\n")
+        (tmp_path / "old_game" / "env.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "old_game", raising=False)
+    with pytest.raises(ConfigError, match=r"version 0 \(old_game has load_environment\)"):
+        load_task(f"verifiers:{name}")
 
 
 def test_the_taskset_of_the_evaluation_may_differ():
