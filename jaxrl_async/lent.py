@@ -4,9 +4,10 @@ A function may use up what it is given (`tests.pop()`): the next call gets it wh
 """
 
 import copy
+import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -63,7 +64,19 @@ def read_only(carrier: T) -> T:
     if is_dataclass(carrier) and not isinstance(carrier, type):
         own = {f.name: getattr(carrier, f.name) for f in fields(carrier)}
         return replace(carrier, **{name: read_only(value) for name, value in own.items()})
+    if isinstance(carrier, tuple) and type(carrier) is tuple:
+        return tuple(map(read_only, carrier))  # type: ignore[return-value]
     return copied(carrier)
+
+
+def lending(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function of carriers whose arguments are read-only to the given one."""
+
+    @functools.wraps(function)
+    def lent(*carriers: Any) -> T:
+        return function(*map(read_only, carriers))
+
+    return lent
 
 
 def as_json(messages: Sequence[Message]) -> tuple[Message, ...]:

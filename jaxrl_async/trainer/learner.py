@@ -13,10 +13,10 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from jaxrl_async.algorithms.process_age import within_age
 from jaxrl_async.algorithms.shaping import ShapingFn, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.pairs_section import PairsSection
+from jaxrl_async.config.schema import Choice, name_of
+from jaxrl_async.config.userfile import is_own
+from jaxrl_async.lent import lending
 from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
@@ -79,6 +82,14 @@ class Companions:
 NO_COMPANIONS = Companions()
 
 
+T = TypeVar("T")
+
+
+def _lent(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
+    """Return a host-side function of the step's data; one of the user's cannot change the data."""
+    return lending(function) if is_own(name_of(choice)) else function
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
     """How a learner learns, beside the objective of its update."""
@@ -112,7 +123,7 @@ class Learner:
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
         self._shapings: tuple[ShapingFn, ...] = tuple(
-            shaping.resolve(choice) for choice in self._algorithm.shaping
+            _lent(shaping.resolve(choice), choice) for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
         self.sights: list[TokenSight] = []  # of the last step, if they are kept
@@ -143,7 +154,7 @@ class Learner:
         return Credit(
             algorithm=self._algorithm,
             teacher=self._teacher,
-            advantage=estimator,
+            advantage=_lent(estimator, self._algorithm.advantage),
             level=advantage.facts_of(estimator).level,
             kl=self._objective.recipe.kl,
             columns=columns,

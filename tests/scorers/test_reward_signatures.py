@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from lettered import EOS, answer, record, spell
 
+from jaxrl_async.algorithms.advantages import step_data
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError
+from jaxrl_async.lent import lending
 from jaxrl_async.rollout.evaluate import accuracy
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import Task
@@ -399,6 +401,31 @@ def test_nothing_that_a_function_does_reaches_the_next_call(function):
         assert spell(episode.token_ids) == "q" + text and dict(episode.score.parts) == {"p": 1.0}
         assert episode.logprobs.tolist() == [0.0] + [-0.5] * 3
         assert episode.token_ids.flags.writeable
+
+
+def test_a_function_of_a_whole_step_cannot_change_it():
+    episodes = (answer("ab"), answer("c"))
+    group = EpisodeGroup(
+        prompt=record(tests=[1]),
+        episodes=episodes,
+        scores=(Score(reward=1.0, parts={"a": 1.0}), Score(reward=0.0)),
+        ticket=Ticket(group=0, version=0),
+    )
+    data, seen = step_data([group]), []
+
+    def scribbles(data):
+        for array in (data.rewards[0], data.groups[0].episodes[0].logprobs):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 7
+        data.groups[0].prompt.columns["tests"].clear()
+        data.groups[0].scores[0].parts["a"] = 9.0
+        seen.append(data)
+        return "given back"
+
+    assert lending(scribbles)(data) == "given back"
+    assert seen[0].rewards[0].tolist() == [1.0, 0.0] and len(seen[0].groups[0].episodes) == 2
+    assert group.prompt.columns == {"tests": [1]} and group.scores[0].parts == {"a": 1.0}
+    assert data.rewards[0].flags.writeable and data.rewards[0].tolist() == [1.0, 0.0]
 
 
 def test_what_cannot_be_copied_is_shared_and_said_once(caplog):
