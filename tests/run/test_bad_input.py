@@ -441,7 +441,7 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         ("def reward(p, c, r): return {}", "gave {}, which has no part"),
         ("def reward(p, c, r): return 10**400", "gave a reward of 1000"),
         ("def reward(p, c, r): return 'good'", "gave a reward of 'good' (str)"),
-        ("def reward(p, c, r): return None", "gave a reward of None"),
+        ("def reward(p, c, r): return None", "gave None (does not apply) for an answer"),
         ("def reward(p, c, r): return [1.0]", "gave a reward of [1.0] (list)"),
         ("def reward(p, c, r): return float('nan')", "gave a reward of nan"),
         ("def reward(p, c, r): return {'a': 1, 'b': None}", "gave part 'b' of None"),

@@ -306,9 +306,11 @@ def check_reward_parts(
     """Raise ConfigError if the algorithm asks for a part that the reward does not have.
 
     The functions are tried once, on a made-up answer to the example, and so are the judge and
-    process rewards. Which parts an environment gives is only known when it does.
+    process rewards. Which parts an environment gives is only known when it does, and so are those
+    of a function that does not apply to the example.
     """
     parts = {MODEL} if reward.model is not None else set[str]()
+    all_known = True
     try:
         for setting, trial in scorers.trials:
             parts |= try_once(trial, example, tokenizer.encode, setting).parts.keys()
@@ -317,11 +319,12 @@ def check_reward_parts(
     if has_functions(reward, task):
         named = "exact" if reward.function is None else reward.function
         where = "the task's reward" if task.rewards else f"reward.function = {named!r}"
-        of_function = try_once(scorers.evaluation, example, tokenizer.encode, where).parts
+        tried = try_once(scorers.evaluation, example, tokenizer.encode, where)
+        of_function, all_known = tried.parts, not tried.left_out
         beside_judge = reward.judge.judges_answers and reward.model is None
         alone = OTHERS if beside_judge else FUNCTION
         parts |= of_function.keys() or ({alone} if parts else set())
-    if task.judges:
+    if task.judges or not all_known:
         return
     if algorithm.signal_part and algorithm.signal_part not in parts:
         raise ConfigError(
