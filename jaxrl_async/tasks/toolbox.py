@@ -27,6 +27,12 @@ MOST_CALLS = 32
 TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
 ERROR_CHARS = 300
 """Longest text about what went wrong with a call, characters."""
+MAIN_THREAD = "signal only works in main thread"
+"""In the error of a tool that guards itself by SIGALRM, as TRL's examples do."""
+BLOCK = re.compile(
+    r"^\s*(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$", re.M
+)
+"""Where a block of a docstring begins."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -112,6 +118,12 @@ class Toolbox:
         except TooLate:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
+        if isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error):
+            raise RolloutError(
+                f"the tool {name} sets a signal (SIGALRM, as a time limit), which works in the "
+                "main thread alone, and tools run in others: each call would fail. Leave it out: "
+                "env.tool_timeout_s limits each call."
+            ) from outcome.error
         if outcome.error is not None:
             kind = type(outcome.error).__name__
             return await self._refused(f"error: {name}: {kind}: {_shown_error(outcome.error)}")
@@ -148,8 +160,8 @@ def name_of_tool(tool: Tool) -> str:
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:
-    """Return a function as one of OpenAI's function tools: its name, the docstring's first
-    paragraph, and a JSON schema of its parameters. Raises ConfigError."""
+    """Return a function as one of OpenAI's function tools: its name, the docstring's text before
+    `Args:`, and a JSON schema of its parameters. Raises ConfigError."""
     return _bound(tool).schema
 
 
@@ -173,8 +185,10 @@ def _bound_function(
                 "be given by name. Write NAME: TYPE."
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        text = texts.get(parameter.name)
-        described = Field(default, alias=parameter.name, description=text)
+        told: dict[str, Any] = (
+            {"description": texts[parameter.name]} if parameter.name in texts else {}
+        )
+        described = Field(default, alias=parameter.name, **told)  # else that of Annotated
         fields[f"argument_{number}"] = (hints[parameter.name], described)
     try:
         model: type[BaseModel] = create_model(
@@ -200,8 +214,9 @@ def _bound(tool: Tool) -> _Bound:
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's first paragraph, and the texts of its block `Args:` by parameter."""
-    about = " ".join(doc.split("\n\n", 1)[0].split())
+    """Return a docstring's paragraphs before its first block (`Args:`, `Returns:`), and the texts
+    of its block `Args:` by parameter."""
+    about = "\n\n".join(" ".join(p.split()) for p in re.split(r"\n\s*\n", BLOCK.split(doc)[0]))
     texts: dict[str, str] = {}
     block = re.search(r"^\s*(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)", doc, re.M)
     last = ""
@@ -211,7 +226,7 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
             texts[last] = found.group(2).strip()
         elif last and line.strip():
             texts[last] += f" {line.strip()}"
-    return about, texts
+    return about.strip(), texts
 
 
 def _untitled(schema: Any) -> Any:

@@ -1,6 +1,7 @@
 """Schemas of Python functions as tools, and calls with wrong arguments."""
 
 import asyncio
+import signal
 from typing import Annotated, Literal
 
 import pytest
@@ -48,10 +49,38 @@ class Owner:
         self.calls.append(text)
 
 
+def test_the_whole_text_before_its_blocks_and_annotated_descriptions_reach_the_policy():
+    def query(
+        sql: str, most: Annotated[int, Field(description="Rows at most.", gt=0)] = 5
+    ) -> list[str]:
+        """
+        Execute a read-only command.
+
+        The database has one table,
+        interactions, with the columns a and b.
+
+        Args:
+            sql: The command.
+
+        Returns:
+            Rows.
+        """
+
+    function = tool_schema(query)["function"]
+    assert function["description"] == (
+        "Execute a read-only command.\n\nThe database has one table, interactions, with the "
+        "columns a and b."
+    )
+    properties = function["parameters"]["properties"]
+    assert properties["sql"]["description"] == "The command."
+    assert properties["most"]["description"] == "Rows at most."
+
+
 def test_the_schema_comes_from_signature_and_docstring():
     function = tool_schema(weather)["function"]
     assert (
-        function["name"] == "weather" and function["description"] == "Say the weather of a place."
+        function["name"] == "weather"
+        and function["description"] == "Say the weather of a place.\n\nMore about it."
     )
     parameters = function["parameters"]
     assert parameters["required"] == ["place"] and parameters["additionalProperties"] is False
@@ -160,3 +189,13 @@ def opaque(x: Threads):
 def test_what_cannot_be_a_tool_is_refused(tool):
     with pytest.raises(ConfigError, match="tool "):
         tool_schema(tool)
+
+
+def test_a_tool_that_sets_a_signal_is_refused_and_not_told_to_the_policy():
+    def guarded() -> str:
+        """Guard itself as the tools of TRL's examples do."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        return "never"
+
+    with pytest.raises(RolloutError, match=r"the tool guarded sets a signal.*env\.tool_timeout_s"):
+        ask({"name": "guarded", "arguments": "{}"}, tools=(guarded,))
