@@ -9,6 +9,7 @@ arguments, an exception, a time-out.
 import functools
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ MOST_CALLS = 32
 TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
 ERROR_CHARS = 300
 """Longest text about what went wrong with a call, characters."""
+log = logging.getLogger(__name__)
+
 MAIN_THREAD = "signal only works in main thread"
 """In the error of a tool that guards itself by SIGALRM, as TRL's examples do."""
 BLOCK = re.compile(
@@ -119,11 +122,7 @@ class Toolbox:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
         if isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error):
-            raise RolloutError(
-                f"the tool {name} sets a signal (SIGALRM, as a time limit), which works in the "
-                "main thread alone, and tools run in others: each call would fail. Leave it out: "
-                "env.tool_timeout_s limits each call."
-            ) from outcome.error
+            _warn_of_signals(name)
         if outcome.error is not None:
             kind = type(outcome.error).__name__
             return await self._refused(f"error: {name}: {kind}: {_shown_error(outcome.error)}")
@@ -291,6 +290,16 @@ def _shown_error(error: BaseException) -> str:
         return " ".join(str(error).split())
     except Exception:
         return "(its message cannot be shown)"
+
+
+@functools.cache
+def _warn_of_signals(name: str) -> None:
+    log.warning(
+        "the tool %s sets a signal (SIGALRM, as a time limit), which works in the main thread "
+        "alone, and tools run in others: each call fails. Leave it out: env.tool_timeout_s limits "
+        "each call.",
+        name,
+    )
 
 
 def _told(call: Any, text: str) -> Message:

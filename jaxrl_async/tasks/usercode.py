@@ -23,7 +23,7 @@ from jaxrl_async.errors import RolloutError, is_the_runs_own_end
 T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent.parent
-CALLERS = ("usercode.py", "reward_call.py", "reward_process.py", "rewards.py", "process_rewards.py")
+CALLERS = ("usercode.py", "results.py", "reward_call.py", "reward_process.py", "rewards.py")
 """Files of this package that tracebacks do not show."""
 SHOWN_FRAMES = 12
 """Most calls of a traceback that are shown."""

@@ -445,7 +445,7 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         ("def reward(p, c, r): return [1.0]", "gave a reward of [1.0] (list)"),
         ("def reward(p, c, r): return float('nan')", "gave a reward of nan"),
         ("def reward(p, c, r): return {'a': 1, 'b': None}", "gave part 'b' of None"),
-        ("def reward(p, c, r): return 1 / 0", "raised ZeroDivisionError"),
+        ("def reward(p, c, r): return 1 / 0", "py, line 1, in reward). Correct the function."),
         ("def reward(p, c, r): raise SystemExit", "raised SystemExit"),
         ("import time\ndef reward(p, c, r): time.sleep(99)", "took more than 0.1 s"),
     ],

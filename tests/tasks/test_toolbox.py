@@ -191,11 +191,15 @@ def test_what_cannot_be_a_tool_is_refused(tool):
         tool_schema(tool)
 
 
-def test_a_tool_that_sets_a_signal_is_refused_and_not_told_to_the_policy():
+def test_of_a_tool_that_sets_a_signal_the_user_is_warned_once(caplog):
     def guarded() -> str:
         """Guard itself as the tools of TRL's examples do."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         return "never"
 
-    with pytest.raises(RolloutError, match=r"the tool guarded sets a signal.*env\.tool_timeout_s"):
-        ask({"name": "guarded", "arguments": "{}"}, tools=(guarded,))
+    call = {"name": "guarded", "arguments": "{}"}
+    (first, second), faults = ask(call, call, tools=(guarded,))
+    assert first == second and "signal only works in main thread" in first
+    assert faults == ["tool_errors"] * 2
+    assert caplog.text.count("the tool guarded sets a signal") == 1
+    assert "env.tool_timeout_s" in caplog.text
