@@ -70,12 +70,16 @@ def command(tmp_path, *overrides, text=""):
     return main([str(file), *SMALL, f"run.dir={tmp_path / 'runs'}", *overrides])
 
 
-def check_refusal(capsys, code, expected_code, *fragments):
+def check_refusal(capsys, code, expected_code, *fragments, of_user=False):
+    """of_user: what a user's own function raised ends the text, with its traceback alone."""
     told = capsys.readouterr().err
     assert code == expected_code, told
     for fragment in fragments:
         assert fragment in told
-    assert "Traceback" not in told and len(told) < 3000
+    assert ("Traceback" in told) == of_user and len(told) < 3000
+    if of_user:
+        assert "/jaxrl_async/" not in told.partition("Traceback")[2]
+        return
     assert told.rstrip().endswith((".", "?"))
 
 
@@ -456,7 +460,9 @@ def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, t
         file.write_text(code)
     given = [SCRATCH, f"reward.function={file}:reward"]
     given += ["reward.timeout_s=0.1", "faults.backoff_s=0.0"]
-    check_refusal(capsys, command(tmp_path, *given), 2, "config error: reward.function = ", told)
+    raises = code is not None and ("raise " in code or "1 / 0" in code)
+    words = ("config error: reward.function = ", told)
+    check_refusal(capsys, command(tmp_path, *given), 2, *words, of_user=raises)
 
 
 def test_a_part_that_the_reward_has_not_gives_no_signal_and_has_no_weight(tmp_path, capsys):
