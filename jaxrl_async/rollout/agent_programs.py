@@ -272,20 +272,14 @@ class ProgramMember:
 def _seated(
     session: PolicySession, scores: Sequence[SeatScore], member: int
 ) -> tuple[Episode, ...]:
-    """Return an episode for each player that drew something, with its own score. Raises
-    RolloutError if none did."""
+    """Return an episode for each player that drew something, with its own score; where the first
+    call left no room for an answer, that call. Raises RolloutError if there is neither."""
     found = [(score, session.episode_of(score.voice)) for score in scores]
-    played = tuple(
+    played = [(of, episode) for of, episode in found if episode is not None]
+    return tuple(
         replace(episode, score=of.score, seat=of.seat, peers=of.peers(member))
-        for of, episode in found
-        if episode is not None
+        for of, episode in played or [(scores[0], session.episode())]
     )
-    if not played:
-        raise RolloutError(
-            f"session {session.label}, prompt {session.prompt.prompt_id}: no call of a player that "
-            "is trained drew anything. Let them use the address and key that the program is given."
-        )
-    return played
 
 
 def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ...]:

@@ -18,6 +18,7 @@ from jaxrl_async.scorers.process_rewards import (
     FunctionSteps,
     JudgedSteps,
     ProcessScorer,
+    RewardedStep,
     drawn_runs,
     steps_of,
 )
@@ -161,6 +162,26 @@ def test_failed_process_rewards_fail_the_group_or_are_left_out(function):
         scored(function, [episode([[1]])])
     (score,) = scored(function, [episode([[1]])], faults=faults, on_failure="without")
     assert score.process_rewards is None and faults == {"failed_process_rewards": 1}
+
+
+def test_what_a_function_does_with_the_record_and_the_episode_reaches_no_other_call():
+    seen = []
+
+    def uses_up(steps, columns, episode, token_ids):
+        seen.append(len(columns["tests"]))
+        columns["tests"].clear()
+        token_ids[:] = 0
+        with pytest.raises(ValueError, match="read-only"):
+            episode.logprobs[:] = 7
+        return [0.5] * len(steps)
+
+    steps = FunctionSteps(uses_up, "f", decode=decode, timeout_s=20.0, threads=1)
+    of = replace(PROMPT, columns={"tests": [1, 2]})
+    played = episode([[2, 3]])
+    for _ in range(2):
+        step = RewardedStep(text="a", end=len(played.token_ids) - 1)
+        assert asyncio.run(steps(played, of, [step])) == [0.5]
+    assert seen == [2, 2] and of.columns == {"tests": [1, 2]}
 
 
 def test_a_function_that_cannot_be_called_is_refused():
