@@ -13,6 +13,7 @@ lock, writes the stacks.
 
 import faulthandler
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -141,14 +142,14 @@ class Watchdog:
                 written = 0
                 while not self._stopped.wait(self.limit_s / LOOKS):
                     self._write_if_locked(file)
-                    if (size := self._stacks.stat().st_size) > written:
+                    if (size := os.fstat(file.fileno()).st_size) > written:
                         written = size
                         log.warning("%s (%s)", LOCKED % self.limit_s, self._stacks)
                     self.look()
             finally:
                 faulthandler.cancel_dump_traceback_later()
-        if not self._stacks.stat().st_size:
-            self._stacks.unlink()
+            if not os.fstat(file.fileno()).st_size:
+                self._stacks.unlink(missing_ok=True)
 
     def _write_if_locked(self, file: TextIO) -> None:
         """Have the stacks of all threads written unless this is called again within the limit:
