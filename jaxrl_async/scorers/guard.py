@@ -210,7 +210,8 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
 def try_once(
     scorer: Scorer, prompt: Prompt, encode: Callable[[str], IntArray], setting: str
 ) -> Score:
-    """Score the prompt's reference once, before the run, as if the policy had drawn it.
+    """Score the prompt's reference once, before the run, as if the policy had drawn it; without one
+    the prompt's last token, since an answer has one token at least.
 
     Warns if a score's part `correct` says that the reference is not right.
 
@@ -219,6 +220,7 @@ def try_once(
             message begins with `setting`.
     """
     answer = encode(prompt.reference)
+    answer = answer if len(answer) else prompt.token_ids[-1:]
     is_prompt = np.zeros(len(prompt.token_ids), bool)
     drawn = np.concatenate([is_prompt, np.ones(len(answer), bool)])
     episode = Episode(

@@ -423,6 +423,13 @@ def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_i
         assert bool(caplog.records) == warned
 
 
+def test_a_trial_without_a_right_answer_has_a_token_all_the_same():
+    """`completion_ids[0][-1] == eos` is a usual way to ask whether an answer ended."""
+    scorer = scorer_of(lambda completion_ids, completions: [float(completion_ids[0][-1] == 61)])
+    encode = lambda text: np.array([ord(c) for c in text], np.int32)  # noqa: E731
+    assert try_once(scorer, prompt(reference=""), encode, "reward").reward == 1.0
+
+
 # ---- where it runs, and what it raises
 
 
