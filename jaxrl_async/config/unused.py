@@ -514,6 +514,12 @@ OF_LOSS_AND_REWARD = (
         ("reward.model",),
     ),
     Use(
+        ("reward.processes",),
+        lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
+        "a reward function of your own",
+        ("reward.function", "task"),
+    ),
+    Use(
         _keys("reward.judge", JudgeSection, "model"),
         lambda c: c.reward.judge.model is not None,
         "reward.judge.model",

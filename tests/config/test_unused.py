@@ -35,6 +35,7 @@ UNREAD = [
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
+    (["reward.processes=2"], "a reward function of your own"),
     (["remote.data_port=7078"], "mesh.samplers_in=processes or elsewhere"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
     (["warm_start.path=x"], "warm_start.steps above 0"),
