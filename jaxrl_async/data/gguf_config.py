@@ -212,15 +212,15 @@ def _common(file: GgufFile, model_type: str) -> dict[str, Any]:
 
 
 def token_ids(file: GgufFile) -> dict[str, Any]:
-    """Return the numbers of the special tokens that a file names, as config.json does."""
+    """Return the numbers of the special tokens that a file names, as config.json does; null for
+    one that it does not name, which is not the family's usual one then."""
     ends = [file.said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(end for end in ends if type(end) is int))
-    named: dict[str, Any] = {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    named: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
         number = file.said.get(f"tokenizer.ggml.{theirs}_token_id")
-        if type(number) is int:
-            named[f"{ours}_token_id"] = number
-    return named if ends else {k: v for k, v in named.items() if k != "eos_token_id"}
+        named[f"{ours}_token_id"] = number if type(number) is int else None
+    return named
 
 
 def _mlp(file: GgufFile) -> int:

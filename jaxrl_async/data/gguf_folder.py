@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 POINTER = "gguf.json"
 """The file of such a directory that says where the weights are."""
-FORM = 1
+FORM = 2
 """Raised when the files of the directory change, so that older ones are not used."""
 UNFINISHED = ".making-"
 

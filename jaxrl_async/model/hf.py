@@ -10,6 +10,8 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ import numpy as np
 from jax import Array
 from safetensors.numpy import save_file
 
-from jaxrl_async.data.gguf_folder import gguf_of
+from jaxrl_async.data.gguf_folder import POINTER, gguf_of
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
@@ -29,14 +31,18 @@ from jaxrl_async.model.mxfp4 import PackedTensor
 from jaxrl_async.model.own_code import OwnCode, save_code
 from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
 from jaxrl_async.model.stored_tensors import (
+    EMBEDDING,
+    HEAD,
     INDEX,
     SINGLE,
     StoredTensor,
     file_names,
+    indexed_names,
     open_files,
     open_tensors,
     read_json,
 )
+from jaxrl_async.model.tied_head import tied_as_stored
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +54,17 @@ GENERATION = "generation_config.json"
 MAX_FILE_BYTES = 4 * 1024**3
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
+NARROW = {"BF16": "bfloat16", "F16": "float16"}
+"""Of them those that float32 holds exactly, and jax's names of them."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and no model uses."""
 DRAFTS = "mtp."
 """Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
+VALUE_HEAD = "v_head."
+"""Beginning of the tensors of a value head that TRL has saved beside a policy."""
+UNFINISHED = ".writing-"
+"""Beginning of the names of files that are being written."""
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class OpenWeights:
@@ -77,7 +90,8 @@ class Beside(NamedTuple):
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Return the model that config.json describes. Raises CheckpointError."""
+    """Return the model that config.json describes; whether its head is the embedding, as the files
+    have it. Raises CheckpointError."""
     file = folder / "config.json"
     if not folder.exists():
         raise CheckpointError(
@@ -86,7 +100,18 @@ def load_spec(folder: Path) -> ModelSpec:
         )
     if not file.exists() and (files := sorted(folder.glob("*.gguf"))):
         raise CheckpointError(f"{file}: not found. Give the path of a GGUF file: {files[0]}.")
-    return spec_from_hf(read_json(file), str(file))
+    return tied_as_stored(folder, spec_from_hf(read_json(file), str(file)))
+
+
+def stored_type(folder: Path) -> str | None:
+    """Return the type in which a directory's embedding is stored if it is a narrow one, bfloat16 or
+    float16; None: it is another, or there are no safetensors. Raises CheckpointError."""
+    if gguf_of(folder) is not None:
+        return None
+    with ExitStack() as files:
+        tensors = open_tensors(folder, files, {EMBEDDING: ()})
+        embedding = tensors.get(EMBEDDING)
+        return None if embedding is None else NARROW.get(embedding.stored.dtype)
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
@@ -179,16 +204,24 @@ def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[Ope
 
 
 def save_params(
-    folder: str | Path, spec: ModelSpec, params: Any, beside: Beside | None = None
+    folder: str | Path,
+    spec: ModelSpec,
+    params: Any,
+    beside: Beside | None = None,
+    stored: str | None = None,
 ) -> None:
     """Write config.json and safetensors that transformers loads; several files above 4 GiB.
 
-    beside: what is written with the text model; None: it is alone.
+    Weights, their index and a GGUF file's pointer that were in the folder are replaced.
+
+    beside: what is written with the text model; None: it is alone. stored: the type of the files
+    that the weights were read from; it is kept if no weight changes by it. Raises CheckpointError
+    for a folder that holds an adapter.
     """
     config = hf_config_of(spec)
     if beside is not None:
         config = beside.config(config)
-    save_weights(folder, config, weight_table(spec), params, spec.own, beside)
+    save_weights(folder, config, weight_table(spec), params, spec.own, beside, stored)
 
 
 def save_weights(
@@ -198,6 +231,7 @@ def save_weights(
     params: Any,
     code: OwnCode | None = None,
     beside: Beside | None = None,
+    stored: str | None = None,
 ) -> None:
     """Write any table of weights and its config.json, as save_params does; and a copy of the code
     of a user's own decoder, and what is beside the weights.
@@ -209,14 +243,21 @@ def save_weights(
             pass
         return
     folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder}: holds an adapter ({ADAPTER_CONFIG}), which transformers and PEFT would add "
+            "to the weights written here. Save the model in another folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = list(_export(table, params))
     dtype = str(jax.tree.leaves(params)[0].dtype)
+    if stored is not None and (narrow := _narrowed(tensors, stored)) is not None:
+        tensors, dtype = narrow, stored
+    _write(folder, iter(tensors) if beside is None else beside.tensors(iter(tensors)))
     config = {**config, "torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if code is not None:
         save_code(code, folder)
-    tensors = _export(table, params)
-    _write(folder, tensors if beside is None else beside.tensors(tensors))
 
 
 def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
@@ -237,18 +278,55 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write the files of a model's weights, and their index if there are several."""
+    """Write the files of a model's weights, and their index if there are several. Those that were
+    there are removed when all new ones are whole: readers would prefer an old index."""
     shards = list(_in_shards(tensors))
-    if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
-        return
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(x.nbytes for shard in shards for x in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    count = len(shards)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE]
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, folder / (UNFINISHED + name), metadata={"format": "pt"})
+        earlier = _earlier_files(folder) - set(names)
+        (folder / INDEX).unlink(missing_ok=True)  # first: it would name a mixture of both
+        for name in names:
+            os.replace(folder / (UNFINISHED + name), folder / name)
+        for name in earlier:
+            (folder / name).unlink(missing_ok=True)
+    finally:
+        for name in names:
+            (folder / (UNFINISHED + name)).unlink(missing_ok=True)
+    if count > 1:
+        where = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        total = sum(x.nbytes for shard in shards for x in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _earlier_files(folder: Path) -> set[str]:
+    """Return the names of the files that say or hold what a folder's weights are."""
+    named: set[str] = {INDEX, SINGLE, POINTER}
+    if (folder / INDEX).exists():
+        try:
+            named |= set(indexed_names(folder))
+        except CheckpointError as error:
+            log.warning("%s; it is replaced", error)
+    return named | {file.name for file in folder.iterdir() if SHARD.fullmatch(file.name)}
+
+
+def _narrowed(
+    tensors: list[tuple[str, np.ndarray]], dtype: str
+) -> list[tuple[str, np.ndarray]] | None:
+    """Return the tensors in a narrower type; None: one of them would change."""
+    kept = []
+    for name, array in tensors:
+        narrow = array.astype(jnp.dtype(dtype))
+        if not np.array_equal(narrow.astype(array.dtype), array):
+            return None
+        kept.append((name, narrow))
+    return kept
 
 
 # ---- reading
@@ -269,8 +347,10 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> Non
     extra = sorted(
         n
         for n in tensors.keys() - wanted.keys()
-        if not n.endswith(IGNORED) and n != "lm_head.weight" and not n.startswith(DRAFTS)
+        if not n.endswith(IGNORED) and n != HEAD and not n.startswith((DRAFTS, VALUE_HEAD))
     )
+    if any(n.startswith(VALUE_HEAD) for n in tensors):
+        log.warning("%s: the tensors %s* are a value head, and are left out", folder, VALUE_HEAD)
     if drafts := [n for n in tensors if n.startswith(DRAFTS)]:
         log.info("%s: %d tensors predict further tokens, and are left out", folder, len(drafts))
     extra = _without_drafts(folder, table, extra) if extra else extra

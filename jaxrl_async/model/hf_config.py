@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.model.families.defaults import EXPERTS, with_defaults
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
@@ -25,6 +26,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     if config.get("model_type") == OWN_TYPE:
         return read_own(config, where)
     family, fields = _family(ConfigFields(config, where))
+    fields = with_defaults(family, fields)
     _refuse_unsupported(family, fields)
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
@@ -79,9 +81,10 @@ def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
         inner = fields.part("text_config")
         own = {k: v for k, v in fields.values.items() if k.endswith("_token_id") and v is not None}
         family = WRAPPED[said]
+        text = ConfigFields({**inner.values, **own}, fields.where)
         if inner.said("model_type", family.model_type) != family.model_type:
-            return _family(inner)
-        return family, ConfigFields({**inner.values, **own}, fields.where)
+            return _family(text)
+        return family, text
     if isinstance(said, str) and said in ALSO:
         return ALSO[said], fields
     if not isinstance(said, str) or said not in FAMILIES:
@@ -148,7 +151,7 @@ def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
 
 def _experts(family: Family, fields: ConfigFields) -> int:
     """Return the experts in a layer. Raises CheckpointError if a token would use more."""
-    names = (family.experts_key, "num_experts", "num_local_experts")
+    names = (family.experts_key, *EXPERTS)
     key = next((name for name in names if name in fields.values), family.experts_key)
     experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
     if chosen > experts:

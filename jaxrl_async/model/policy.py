@@ -29,6 +29,7 @@ from jaxrl_async.model.hf import (
     load_spec,
     save_generation,
     save_params,
+    stored_type,
 )
 from jaxrl_async.model.lora import Lora, adapter_table, joined, merged_on
 from jaxrl_async.model.own_code import load_code
@@ -79,6 +80,9 @@ class Policy:
     lora: Lora | None = None
     adapter: Any = None
     tower: VisionTower | None = None  # of a model with images; saved as it was read
+    stored: str | None = None
+    """The narrower type of the files that it was read from in float32, in which it is saved if no
+    weight changes by it."""
 
     @staticmethod
     def from_pretrained(
@@ -86,7 +90,7 @@ class Policy:
         *,
         mesh: Mesh | None = None,
         rules: Rules = TRAINER_RULES,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
         form: BaseForm | None = None,
@@ -99,7 +103,8 @@ class Policy:
             folder: the directory, owner/name on the Hugging Face hub, or FILE.gguf.
             mesh: where the weights lie; None: on the default device.
             rules: how each logical axis is sharded there.
-            dtype: of the weights.
+            dtype: of the weights; None: float32, and save_pretrained writes them in the type of the
+                files (bfloat16, float16) if none has changed beyond it.
             tokenizer: None: the directory's own if it has one, read when it is first used.
             adapter: directory of a LoRA adapter that PEFT (or save_adapter) wrote for this model.
             form: what matrices become that an adapter is to change; None: they stay as they are.
@@ -113,6 +118,8 @@ class Policy:
             load_code(decoder, "Policy.from_pretrained: decoder")
         folder = folder_here(str(folder), "folder")
         spec, generation = load_spec(folder), load_generation(folder)
+        stored = stored_type(folder) if dtype is None else None
+        dtype = jnp.float32 if dtype is None else dtype
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)
 
@@ -126,7 +133,8 @@ class Policy:
         lora, extra = None, None
         if adapter is not None:
             lora, extra = load_peft(adapter, spec, placed, dtype)
-        return Policy(spec, params, tokenizer, generation, lora, extra, read_tower(folder))
+        tower = read_tower(folder)
+        return Policy(spec, params, tokenizer, generation, lora, extra, tower, stored)
 
     def __repr__(self) -> str:
         """Describe it in a line, without its weights."""
@@ -188,7 +196,8 @@ class Policy:
         """Write a Hugging Face directory that transformers (and from_pretrained) loads: weights,
         a quantised base restored, an adapter's changes added, config.json and
         generation_config.json with the tokenizer's special tokens, the tokenizer, and the vision
-        tower that was read with it."""
+        tower that was read with it. Weights that were in the folder are replaced. Raises
+        CheckpointError for a folder that holds an adapter."""
         if is_quantized(self.params):
             params = merged_by_layer(self.spec, self.lora, self.params, self.adapter or {})
         else:
@@ -197,7 +206,7 @@ class Policy:
         tower, beside = self.tower, None
         if tower is not None:
             beside = Beside(partial(config_with_tower, tower), partial(tensors_with_tower, tower))
-        save_params(folder, spec, params, beside)
+        save_params(folder, spec, params, beside, self.stored)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)

@@ -44,8 +44,10 @@ TEXT_PARTS = {
     "language_model.lm_head.": "lm_head.",
 }
 """What names of a text model's tensors begin with in a model with images, and by itself."""
-
-HEADS = ("lm_head.weight", "score.weight", "score.bias")
+BODY = "model."
+"""What names of a model's tensors begin with, but for its head's."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEADS = (HEAD, "score.weight", "score.bias")
 """Tensors behind the last layer, whatever stands before the names of others."""
 
 
@@ -78,11 +80,28 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def file_names(folder: Path, single: str) -> list[str]:
-    """Return the files that hold the weights. Raises CheckpointError."""
-    if single != SINGLE or not (folder / INDEX).exists():
-        if not (folder / single).exists():
+    """Return the files that hold the weights. Raises CheckpointError, also where two sets of files
+    do: transformers would read one of them, and vLLM the other."""
+    indexed = single == SINGLE and (folder / INDEX).exists()
+    there = (folder / single).exists()
+    if not indexed:
+        if not there:
             raise CheckpointError(f"{folder}: no {single} here. {_advice(folder)}")
         return [single]
+    names = indexed_names(folder)
+    if there and single not in names:
+        if not any((folder / name).exists() for name in names):
+            log.warning("%s: %s names files that are not here; %s is read", folder, INDEX, single)
+            return [single]
+        raise CheckpointError(
+            f"{folder}: two models are here: {single}, and {names[0]} with what else {INDEX} "
+            f"names. Remove the older one: {single}, or {INDEX} and the files that it names."
+        )
+    return names
+
+
+def indexed_names(folder: Path) -> list[str]:
+    """Return the files that a folder's index names. Raises CheckpointError."""
     named = read_json(folder / INDEX).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
@@ -121,7 +140,7 @@ def open_tensors(
     if (file := gguf_of(folder)) is not None:
         return _of_gguf(file, wanted)
     tensors = _in_numbers(folder, _made_whole(open_files(folder, files, single)))
-    return _one_by_one(_text_part(tensors), wanted)
+    return _with_embedding(_one_by_one(_text_part(tensors), wanted), wanted)
 
 
 def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredTensor]:
@@ -176,9 +195,21 @@ def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         for old, new in TEXT_PARTS.items()
         if name.startswith(old)
     }
-    if not parts:
+    heads = {n: t for n, t in tensors.items() if n in HEADS}
+    if not parts and EMBEDDING.removeprefix(BODY) in tensors:  # AutoModel saves it without a head
+        return {BODY + n: t for n, t in tensors.items() if n not in heads} | heads
+    return parts | heads if parts else tensors
+
+
+def _with_embedding(
+    tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """Return the tensors; the head as the embedding, too, of a tied model whose files hold the head
+    alone."""
+    if EMBEDDING not in wanted or EMBEDDING in tensors or HEAD in wanted or HEAD not in tensors:
         return tensors
-    return parts | {n: t for n, t in tensors.items() if n in HEADS}
+    log.info("%s: the files hold %s and no embedding: it is both", tensors[HEAD].path, HEAD)
+    return tensors | {EMBEDDING: tensors[HEAD]}
 
 
 def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

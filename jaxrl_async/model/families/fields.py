@@ -57,9 +57,9 @@ class ConfigFields:
         return bool(self.said(key, default))
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids: none, one or several."""
+        """Return token ids: none, one or several. Old files say -1 for none."""
         value = self.said(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [] if value in (None, -1) else [value]
         if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
             raise self.wrong(key, "a token id, a list of them or null")
         return tuple(ids)

@@ -39,7 +39,13 @@ def _granite_written(scales: Scales) -> dict[str, Any]:
 
 
 LLAMA = Family(model_type="llama", classes="Llama", biases="as said", refused=MLP_BIAS)
-MISTRAL = Family(model_type="mistral", classes="Mistral", window=4096, windowed=always)
+MISTRAL = Family(
+    model_type="mistral",
+    classes="Mistral",
+    text_of=("mistral3",),
+    window=4096,
+    windowed=always,
+)
 MINISTRAL = Family(
     model_type="ministral",
     classes="Ministral",
@@ -51,7 +57,6 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     classes="Ministral3",
     norm_eps=1e-5,
-    text_of=("mistral3",),
     windowed=always,
     grows_queries=True,
 )

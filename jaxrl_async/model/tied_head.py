@@ -1,0 +1,72 @@
+"""Whether a directory's head is its embedding: what the files hold, where config.json says another
+thing. transformers and vLLM decide alike.
+
+    config.json   the files hold                what is read
+    tied          a head that differs           the head of its own (a merged LoRA of it, say)
+    tied          the head alone                the head, as the embedding, too
+    untied        no head                       the embedding as the head
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl_async.data.gguf_folder import gguf_of
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.stored_tensors import (
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    open_tensors,
+)
+
+log = logging.getLogger(__name__)
+
+ROWS = 4096
+"""Rows of the two matrices that are compared at a time."""
+
+
+def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a directory, tied if its files say so, whatever config.json says; as it is
+    where there are no weights. A difference is logged. Raises CheckpointError for files that cannot
+    be opened."""
+    has_weights = any((folder / name).exists() for name in (SINGLE, INDEX))
+    if spec.own is not None or not has_weights or gguf_of(folder) is not None:
+        return spec
+    with ExitStack() as files:
+        tensors = open_tensors(folder, files, {})
+        if EMBEDDING not in tensors or any(name.startswith("score.") for name in tensors):
+            return spec
+        if not spec.tied and HEAD not in tensors:
+            log.warning(
+                "%s: config.json says tie_word_embeddings=false, and the files hold no %s: the "
+                "embedding is the head, too",
+                folder,
+                HEAD,
+            )
+            return dataclasses.replace(spec, tied=True)
+        if spec.tied and HEAD in tensors and _differs(tensors):
+            log.warning(
+                "%s: config.json says tie_word_embeddings=true, and the files hold a head that "
+                "differs from the embedding: both are kept (set it to false to silence this)",
+                folder,
+            )
+            return dataclasses.replace(spec, tied=False)
+    return spec
+
+
+def _differs(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the head's numbers are not the embedding's."""
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    if head.stored.shape != embedding.stored.shape:
+        return True
+    ours, theirs = (tensor.file.get_slice(tensor.name) for tensor in (head, embedding))
+    count = head.stored.shape[0]
+    bounds = (slice(first, min(first + ROWS, count)) for first in range(0, count, ROWS))
+    return any(not np.array_equal(ours[rows], theirs[rows]) for rows in bounds)
