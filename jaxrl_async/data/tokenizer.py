@@ -92,6 +92,7 @@ BARE = "{prompt}"
 """Template of a bare prompt, whatever chat template the tokenizer has."""
 ANCHORS = ("\n", "a", ".")
 """Texts before which an answer is encoded, to get its tokens as they are within a text."""
+TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 2**28
 """Longest tokenizer.json."""
 SAMPLE = "What is 12 + 34?\n"
@@ -230,8 +231,11 @@ class Tokenizer:
             return str(self.hf.backend_tokenizer.decode([token_id], skip_special_tokens=False))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face tokenizer directory. Raises DataError."""
+        """Write a Hugging Face tokenizer directory; a chat template that was there is replaced, or
+        removed if this tokenizer has none. Raises DataError."""
         try:
+            if not self.has_chat_template:
+                (Path(folder) / TEMPLATE_FILE).unlink(missing_ok=True)
             self.hf.save_pretrained(str(folder))
         except OSError as error:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
@@ -370,15 +374,19 @@ def _cut(text: str) -> str:
 
 
 def _eos_of(file: Path) -> list[int]:
-    """Return the eos_token_id of a model's JSON file: none, one or several."""
+    """Return the eos_token_id of a model's JSON file, or that of its text_config: none, one or
+    several. Old files say -1 for none."""
     if not file.is_file():
         return []
     try:
-        eos = json.loads(file.read_text("utf-8")).get("eos_token_id")
+        said = json.loads(file.read_text("utf-8"))
+        eos = said.get("eos_token_id")
+        if eos is None:
+            eos = (said.get("text_config") or {}).get("eos_token_id")
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None
     several = eos if isinstance(eos, list) else [eos]
-    return [i for i in several if type(i) is int]
+    return [i for i in several if type(i) is int and i != -1]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:

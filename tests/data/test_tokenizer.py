@@ -18,6 +18,7 @@ from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import (
     Tokenizer,
     character_tokenizer,
+    chat_tokenizer,
     check_template,
     check_vocabulary,
     load_tokenizer,
@@ -71,6 +72,28 @@ def test_end_tokens_are_gathered_from_all_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert load_tokenizer(tmp_path).eos_ids == (2, 5)
+
+
+def test_end_tokens_of_a_text_config_count_where_the_outer_one_names_none(tmp_path):
+    addition_tokenizer().save_pretrained(tmp_path)
+    inner = {"model_type": "gemma3", "text_config": {"eos_token_id": [2, 5]}}
+    (tmp_path / "config.json").write_text(json.dumps(inner))
+    assert load_tokenizer(tmp_path).eos_ids == (2, 5)
+    (tmp_path / "config.json").write_text(json.dumps({**inner, "eos_token_id": [2, 7]}))
+    assert load_tokenizer(tmp_path).eos_ids == (2, 7)
+
+
+def test_old_files_say_minus_one_for_no_end_token(tmp_path):
+    addition_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": -1, "pad_token_id": -1}))
+    assert load_tokenizer(tmp_path).eos_ids == (2,)
+
+
+def test_a_chat_template_that_was_in_the_folder_does_not_stay(tmp_path):
+    chat_tokenizer("ab").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).has_chat_template
+    addition_tokenizer().save_pretrained(tmp_path)
+    assert not load_tokenizer(tmp_path).has_chat_template
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -302,7 +325,7 @@ def test_truncation_and_padding_in_the_file_do_not_cut_or_fill_prompts(tmp_path)
     assert len(tokenizer.encode("12+34=")) == len(tokenizer.encode_prompt("12+34=")) == 6
 
 
-@pytest.mark.parametrize("eos", [99, -1, 2**40])
+@pytest.mark.parametrize("eos", [99, -2, 2**40])
 def test_an_end_token_of_another_tokenizer_is_refused(tmp_path, eos):
     addition_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
