@@ -113,9 +113,11 @@ class Tokenizer:
         self.vocab_size = 1 + max(
             vocabulary.values(), default=-1
         )  # largest id + 1, added tokens included
+        self._known = np.unique(np.fromiter(vocabulary.values(), np.int64))  # ids with a token
         self._lock = threading.Lock()  # the backend's settings are not safe to share
         self.images: ImageStore | None = None  # of a model with images, for a run that reads them
         self.num_inexact = 0  # answers not encoded exactly, see encode_answer
+        self._warned = False  # of ids without a token
 
     @property
     def pad_id(self) -> int:
@@ -224,6 +226,22 @@ class Tokenizer:
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
         with self._lock, _as_data_error(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
+
+    def count_unknown(self, token_ids: IntArray) -> int:
+        """Return how many ids [n] have no token, as in a vocabulary that is padded beyond the
+        tokenizer's; texts lack them. The first ones are logged."""
+        count = int(np.count_nonzero(~np.isin(token_ids, self._known)))
+        if count and not self._warned:
+            self._warned = True
+            log.warning(
+                "the policy samples ids that have no token, %d of %d here (the tokenizer has %d "
+                "tokens): texts, rewards and judges do not see them; rollout/unknown_tokens counts "
+                "them",
+                count,
+                len(token_ids),
+                len(self._known),
+            )
+        return count
 
     def token_text(self, token_id: int) -> str:
         """Return one token's own text, special tokens included; half a character is U+FFFD."""

@@ -53,6 +53,12 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     *declared(
         Sum,
         (
+            "rollout/unknown_tokens",
+            "tokens",
+            "Sampled ids that have no token, as in a vocabulary that is padded beyond the "
+            "tokenizer's: texts, rewards and judges do not see them.",
+        ),
+        (
             "rollout/lengths_to_<n>",
             "episodes",
             "Episodes of at most n drawn tokens and more than n / 2: a histogram.",

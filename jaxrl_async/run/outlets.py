@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxrl_async import __version__
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import combined_measures
@@ -161,6 +163,7 @@ class StepReporter:
         """Report as `report`, but show nothing yet; return what shows it, with further values."""
         values = self.observer.complete(values)
         values |= self._of_prompts(groups)
+        values |= unknown_tokens(groups, self.tokenizer) if groups else {}
         values |= self.opponents.measures() if groups else {}
         if not self.recorder.writes:
             return lambda more: None
@@ -194,6 +197,12 @@ class StepReporter:
         if lockstep.players == 1 or not measures:
             return measures
         return combined_measures(lockstep.gather_json(measures))
+
+
+def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict[str, float]:
+    """Return the metric of sampled ids that have no token."""
+    sampled = [e.token_ids[e.drawn] for group in groups for e in group.episodes]
+    return {"rollout/unknown_tokens": float(tokenizer.count_unknown(np.concatenate(sampled)))}
 
 
 def sample_records(

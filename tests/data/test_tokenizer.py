@@ -83,6 +83,22 @@ def test_end_tokens_of_a_text_config_count_where_the_outer_one_names_none(tmp_pa
     assert load_tokenizer(tmp_path).eos_ids == (2, 7)
 
 
+def test_ids_without_a_token_are_counted_and_logged_once(caplog):
+    tokenizer = addition_tokenizer()
+    beyond = tokenizer.vocab_size
+    assert tokenizer.count_unknown(np.array([4, 5, 6], np.int32)) == 0 and not caplog.text
+    assert tokenizer.count_unknown(np.array([4, beyond, beyond + 7, 5], np.int32)) == 2
+    assert tokenizer.count_unknown(np.array([beyond], np.int32)) == 1
+    assert caplog.text.count("2 of 4 here") == len(caplog.records) == 1
+    assert tokenizer.decode([4, beyond, 5]) == tokenizer.decode([4, 5])
+
+
+def test_a_hole_in_the_vocabulary_is_no_token():
+    hf = addition_tokenizer().hf
+    hf.get_vocab = lambda: {"<pad>": 0, "a": 1, "b": 3}
+    assert Tokenizer(hf).count_unknown(np.array([1, 2, 3], np.int32)) == 1
+
+
 def test_old_files_say_minus_one_for_no_end_token(tmp_path):
     addition_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": -1, "pad_token_id": -1}))
