@@ -13,9 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
-from jaxrl_async.metrics.series import Line, number, points, thinned, ticks
+from jaxrl_async.metrics.series import Line, number, points, thinned, tick_labels, ticks
 
 WIDTH, LEFT, RIGHT = 760, 70, 14
+GAP, DIGIT = 8, 7.2
+"""Between a label and its axis, and the widest digit of a label."""
 CURVES_TOP, CURVES_BOTTOM = 34, 190
 LANES = (("trainer", 246), ("samplers", 282))
 LANE_HEIGHT, HEIGHT = 22, 340
@@ -80,20 +82,22 @@ def _curves(lines: Sequence[Line]) -> str:
     if not every:
         return _text(LEFT, CURVES_TOP, "no step has been made yet")
     y_ticks = ticks(min(0.0, *(v for _, v in every)), max(v for _, v in every))
+    y_labels = tick_labels(y_ticks)
+    left = max(LEFT, GAP + DIGIT * max(map(len, y_labels)))  # no label is cut
     first, last = min(s for s, _ in every), max(s for s, _ in every)
 
     def x(step: float) -> float:
-        return LEFT + (step - first) / ((last - first) or 1) * (WIDTH - LEFT - RIGHT)
+        return left + (step - first) / ((last - first) or 1) * (WIDTH - left - RIGHT)
 
     def y(value: float) -> float:
         share = (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return CURVES_BOTTOM - share * (CURVES_BOTTOM - CURVES_TOP)
 
     drawn = [_legend([(label, c) for label, c, pts in drawable if pts], 16)]
-    for tick in y_ticks:
+    for tick, label in zip(y_ticks, y_labels, strict=True):
         drawn.append(
-            f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e3e3df"/>'
-            + _text(LEFT - 8, y(tick) + 4, number(tick), "end")
+            f'<path d="M{left:g} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e3e3df"/>'
+            + _text(left - GAP, y(tick) + 4, label, "end")
         )
     for step in ticks(first, last, 8):
         if first <= step <= last and step == int(step):

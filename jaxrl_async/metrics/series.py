@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
+MOST_DIGITS = 13
+"""More than tell two numbers of 64 bits apart in an axis."""
 Line = Mapping[str, Any]
 """One object of a .jsonl file."""
 
@@ -31,13 +33,22 @@ def thinned(values: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def number(value: float) -> str:
-    """Format a number with four digits: 1,234 or 0.1234 or 1.2e-07."""
+def number(value: float, more: int = 0) -> str:
+    """Format a number with four digits: 1,234 or 0.1234 or 1.2e-07; more: digits beyond these."""
     if not isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e3:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
+        return f"{value:.{4 + more}g}"
+    return f"{value:,.{more}f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{3 + more}g}"
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Return the labels of an axis: numbers with as many digits as tell them apart."""
+    for more in range(MOST_DIGITS):
+        labels = [number(value, more) for value in values]
+        if len(set(labels)) == len(set(values)):
+            break
+    return labels
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:

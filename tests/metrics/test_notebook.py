@@ -1,6 +1,7 @@
 """A run's picture: what is in it, and that it is drawn again."""
 
 import json
+import re
 import threading
 import xml.etree.ElementTree as ET
 
@@ -91,6 +92,15 @@ def test_the_held_out_reward_stands_in_where_there_is_no_accuracy():
     assert "held-out reward" in run_svg(lines) and "held-out accuracy" not in run_svg(lines)
     svg = run_svg([*lines, line(3, **{"eval/accuracy": 0.3})])
     assert "held-out reward" not in svg and "held-out accuracy" in svg
+
+
+@pytest.mark.parametrize("reward", [8e-6, 123_456_789.0, 1000.001, -1.23456e-7])
+def test_no_label_of_an_axis_is_cut_or_said_twice(reward):
+    svg = run_svg([line(1, **{"reward/mean": reward}), line(2, **{"reward/mean": 2 * reward})])
+    labels = re.findall(r'<text x="([0-9.]+)" y="[0-9.]+" text-anchor="end">([^<]*[0-9])<', svg)
+    assert len(labels) > 2 and len({text for _, text in labels}) == len(labels)
+    for right, text in labels:
+        assert float(right) >= 7 * len(text)  # a digit of 12 pixels' font is 6.7 wide
 
 
 def test_a_value_that_is_not_finite_is_left_out():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.series import accuracy_points, number, thinned, ticks
+from jaxrl_async.metrics.series import accuracy_points, number, thinned, tick_labels, ticks
 
 
 def test_long_runs_are_thinned_with_both_ends_kept():
@@ -25,6 +25,13 @@ def test_ticks_enclose_the_range_evenly_and_are_few(low, size):
     assert found[0] <= low + 1e-6 * size + 1e-9 * abs(low)
     assert found[-1] >= low + size - 1e-6 * size - 1e-9 * abs(low)
     assert 2 <= len(found) <= 8
+
+
+def test_labels_of_an_axis_have_as_many_digits_as_tell_them_apart():
+    assert tick_labels([0.0, 2e-6, 4e-6]) == ["0", "2e-06", "4e-06"]
+    assert tick_labels([1000.0, 1000.5, 1001.0]) == ["1,000.0", "1,000.5", "1,001.0"]
+    assert tick_labels([1.23456e-5, 1.23457e-5]) == ["1.23456e-05", "1.23457e-05"]
+    assert tick_labels([]) == []
 
 
 @pytest.mark.parametrize(

@@ -394,3 +394,45 @@ def sees(locator):
 def labelled(canvas, pattern: str) -> None:
     """Wait until lanes are drawn, which are labelled with their busy shares."""
     sees(canvas).to_have_attribute("aria-label", re.compile(pattern))
+
+
+WATCHED = """
+window.cut = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
+  const box = this.measureText(text), { a, e } = this.getTransform();
+  const left = a * (x - box.actualBoundingBoxLeft) + e;
+  const right = a * (x + box.actualBoundingBoxRight) + e;
+  if (left < -0.5 || right > this.canvas.width + 0.5) window.cut.push(text);
+  (window.written ??= new Set()).add(text);
+  return write.call(this, text, x, y, ...more);
+};
+"""
+"""Notes each text that is written beyond the edge of its canvas."""
+
+
+@pytest.mark.parametrize(
+    "page", [{}, {"device_scale_factor": 2.5}, {"viewport": {"width": 390, "height": 800}}],
+    indirect=True,
+)  # fmt: skip
+def test_no_label_of_an_axis_is_cut_and_no_two_are_the_same(page):
+    shown, root = page
+    lines = [
+        {"step": 100_000 * step, "mismatch/max": 2e-6 * step, "mismatch/mean": 1e-6 * step,
+         "train/learning_rate": 1e-5, "train/loss": -1e12 * step,
+         "reward/mean": 1000 + step / 1000}
+        for step in range(1, 6)
+    ]  # fmt: skip
+    for folder in root.iterdir():
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    shown.add_init_script(WATCHED)
+    shown.reload()
+    shown.wait_for_selector(".chart canvas")
+    for chart in shown.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+    shown.wait_for_timeout(300)
+    assert shown.evaluate("window.cut") == []
+    written = set(shown.evaluate("[...window.written]"))
+    assert {"2.50e-6", "7.50e-6", "1.00e-5", "-4.00e+12"} <= written
+    between = {text for text in written if text.startswith("1,000.00")}
+    assert len(between) >= 3, written  # not "1,000" at each line

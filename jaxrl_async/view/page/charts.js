@@ -1,6 +1,7 @@
 // Curves of several runs: smoothed, as bands of seeds, logarithmic, close up. Drawn by uPlot.
 
 const HEIGHT = 190;
+const AXIS = 54;
 const SYNC = "steps";
 
 export const colorOf = (number) =>
@@ -42,13 +43,35 @@ export function banded(curves) {
   };
 }
 
-export function shown(value) {
+/** Return a number as text; more: digits beyond the usual three or four. */
+export function shown(value, more = 0) {
   if (value == null) return "–";
   const size = Math.abs(value);
-  if (size >= 1e6) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
   if (size === 0) return "0";
-  return size < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)).toString();
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2 + more);
+  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: more });
+  return Number(value.toPrecision(4 + more)).toString();
+}
+
+/** Return the labels of an axis: numbers with as many digits as tell them apart. */
+export function labelsOf(ticks) {
+  const numbers = ticks.filter((t) => t != null);
+  for (let more = 0; ; more++) {
+    const labels = numbers.map((t) => shown(t, more));
+    if (new Set(labels).size === new Set(numbers).size || more === 12) {
+      return ticks.map((t) => (t == null ? "" : labels.shift()));
+    }
+  }
+}
+
+/** Return the width of the y axis: that of its widest label, so that none is cut. */
+function axisWidth(plot, labels, index) {
+  const axis = plot.axes[index];
+  plot.ctx.save();
+  plot.ctx.font = axis.font[0];
+  const widths = (labels ?? []).map((label) => plot.ctx.measureText(label).width);
+  plot.ctx.restore();
+  return Math.max(AXIS, Math.max(0, ...widths) / uPlot.pxRatio + axis.gap + axis.ticks.size);
 }
 
 /** Return what is drawn: [{label, steps, values, color, dash, hidden}], and the bands between. */
@@ -109,7 +132,7 @@ export function draw(place, { lines, bands }, look, onZoom) {
       x: { time: false, range: look.range ?? undefined },
       y: look.log ? { distr: 3 } : { range: fitted(look.zero) },
     },
-    axes: [{ ...axis, size: 28 }, { ...axis, size: 54, values: (_, ticks) => ticks.map((t) => t === null ? "" : shown(t)) }],
+    axes: [{ ...axis, size: 28 }, { ...axis, size: axisWidth, values: (_, ticks) => labelsOf(ticks) }],
     series: [
       { label: "step", value: (_, v) => (v == null ? "–" : v) },
       ...lines.map((line) => ({
