@@ -107,6 +107,7 @@ class Request:
     extras: bool = False  # the completion has full_logprobs and kept
     # which of the sampler's adapters it is drawn with; its tokens' versions are that adapter's
     adapter: str = ""  # empty: none of them
+    for_training: bool = True  # False: of an evaluation or a guest; its tokens are counted apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

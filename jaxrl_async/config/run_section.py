@@ -128,4 +128,5 @@ class MetricsSection(Section):
     few shows the trainer's log-probs beside the sampler's."""
     peak_flops: float | None = Field(None, gt=0)
     """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
-    product; an update that is faster than it is the peak from then on."""
+    product. An update that is faster than the peak is the peak from then on, and logged if the peak
+    was set."""

@@ -100,6 +100,7 @@ class Guest:
             priority=self.terms.priority,
             extras=ask.draft.extras,
             adapter=self.adapter,
+            for_training=False,
         )
         ask.began(request.request_id)
         future = self._generate.submit_many([request])[0]

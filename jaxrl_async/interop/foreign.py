@@ -380,7 +380,9 @@ class ForeignLoop:
         """Draw the next tokens of every slot, and answer the requests that have ended."""
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
         result = result.convert_to_numpy()
-        drawn = sum(self._add(running, result, slot) for slot, running in self._running.items())
+        each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
+        drawn = sum(count for _, count in each)
+        aside = sum(count for request, count in each if not request.for_training)
         now = time.perf_counter()
         done = {slot: running for slot, running in self._running.items() if running.done}
         for slot in done:
@@ -389,6 +391,7 @@ class ForeignLoop:
             self.stats,
             blocks=self.stats.blocks + 1,
             generated_tokens=self.stats.generated_tokens + drawn,
+            aside_tokens=self.stats.aside_tokens + aside,
             requests_done=self.stats.requests_done + len(done),
             truncated=self.stats.truncated + sum(not r.stopped for r in done.values()),
         )

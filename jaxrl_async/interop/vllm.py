@@ -418,6 +418,7 @@ class VllmLoop:
         self.stats = self.stats.plus(
             blocks=1,
             generated_tokens=len(drawn.token_ids),
+            aside_tokens=0 if asked.request.for_training else len(drawn.token_ids),
             prefill_tokens=len(asked.request.token_ids),
             requests_done=1,
             truncated=not drawn.stopped,

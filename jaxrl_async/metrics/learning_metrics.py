@@ -28,11 +28,15 @@ LEARNING_METRICS: tuple[Metric, ...] = (
             "Mini-batches left out: the step has fewer sequences than algorithm.minibatches.",
         ),
         ("train/skipped", "steps", "1 if loss or gradient was not finite: no update."),
-        ("train/tokens", "tokens", "Learnt tokens."),
+        (
+            "train/tokens",
+            "tokens",
+            "Tokens that the step trained on, each once, whatever the number of epochs.",
+        ),
         (
             "train/sequences",
             "sequences",
-            "Sequences (contexts of episodes) with at least one learnt token.",
+            "Sequences (contexts of episodes) with at least one learnt token, each once.",
         ),
         (
             "train/flops",

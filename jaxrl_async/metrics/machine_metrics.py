@@ -65,8 +65,21 @@ MACHINE_METRICS: tuple[Metric, ...] = (
     ),
     *timed(
         Last,
-        ("throughput/generated_tokens_per_s", "tokens/s", "Tokens drawn per second of wall time."),
-        ("throughput/trained_tokens_per_s", "tokens/s", "Tokens learnt per second of wall time."),
+        (
+            "throughput/generated_tokens_per_s",
+            "tokens/s",
+            "Tokens sampled for training per second of wall time.",
+        ),
+        (
+            "throughput/aside_tokens_per_s",
+            "tokens/s",
+            "Tokens sampled per second of wall time for evaluations, guests and opponents.",
+        ),
+        (
+            "throughput/trained_tokens_per_s",
+            "tokens/s",
+            "Tokens trained on per second of wall time, each once, whatever the number of epochs.",
+        ),
         (
             "throughput/mfu",
             "share",

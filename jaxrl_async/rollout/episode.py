@@ -54,6 +54,7 @@ class EpisodeLimits:
     keep_mask: bool = False  # completions must bring every drawn token's sampling mask
     keep_routing: bool = False  # completions must bring every token's experts
     priority: TurnPriority = BY_ARRIVAL  # of the requests
+    for_training: bool = True  # False: of an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +315,7 @@ def make_request(
         branch=branch,
         priority=limits.priority.of(prompt, turn),
         extras=limits.keep_mask,
+        for_training=limits.for_training,
     )
 
 

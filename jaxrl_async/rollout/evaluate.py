@@ -101,6 +101,7 @@ async def evaluate(
         max_new_tokens=max_new_tokens,
         max_length=max_length,
         priority=TurnPriority(first=level, later=level),
+        for_training=False,
     )
     playing = _HeldOutPlay(generate, prompts, make_env, limits, effort)
     busy = asyncio.Semaphore(SCORED_AT_ONCE)

@@ -67,7 +67,7 @@ from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
 from jaxrl_async.run.next_examples import Ahead
 from jaxrl_async.run.outlets import MetricsWriter, make_recorder
-from jaxrl_async.run.rates import measured_peak_flops
+from jaxrl_async.run.rates import Utilisation, measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
@@ -432,14 +432,16 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
     adds times and rates to the report."""
     device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
-    peak *= config.mesh.trainer.num_devices
+    utilisation = Utilisation(
+        peak * config.mesh.trainer.num_devices, measured=config.metrics.peak_flops is None
+    )
 
     def rates(values: dict[str, float], train_s: float, step_s: float) -> dict[str, float]:
         flops = values.pop("train/flops", None)
-        utilisation = {} if flops is None else {"throughput/mfu": flops / (peak * train_s)}
+        mfu = {} if flops is None else {"throughput/mfu": utilisation.of(flops, train_s)}
         return {
             **values,
-            **utilisation,
+            **mfu,
             "throughput/trained_tokens_per_s": values["train/tokens"] / step_s,
             "time/train_s": train_s,
             "time/step_s": step_s,

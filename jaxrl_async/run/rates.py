@@ -1,6 +1,7 @@
 """Rates and shares of one step, from the parts' cumulative counters: which part was busy, which
 waited."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,6 +14,8 @@ from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.weights.exchange import ChannelStats
 from jaxrl_async.weights.remote.traffic import Traffic
+
+log = logging.getLogger(__name__)
 
 
 class PivotCounts(NamedTuple):
@@ -41,6 +44,36 @@ class Counters(NamedTuple):
     process: Mapping[str, float] = MappingProxyType({})  # by name, as ProcessTally; empty: none
 
 
+class Utilisation:
+    """The share of a slice's peak FLOP/s that updates use. A rate above the peak is the peak from
+    then on, so that no share is above 1."""
+
+    def __init__(self, peak_flops: float, *, measured: bool) -> None:
+        """Begin with a peak.
+
+        Args:
+            peak_flops: of the whole slice, FLOP/s.
+            measured: whether it was measured here, maybe beside other work; else it is a setting,
+                and one that is too low is logged.
+        """
+        self._peak_flops, self._measured = peak_flops, measured
+
+    def of(self, flops: float, seconds: float) -> float:
+        """Return the share that so many FLOPs in so many seconds are."""
+        rate = flops / max(seconds, 1e-9)
+        if rate > self._peak_flops:
+            if not self._measured:
+                log.warning(
+                    "metrics.peak_flops is too low: an update ran at %.3g FLOP/s, above the peak "
+                    "of %.3g of the trainer's devices together. throughput/mfu is a share of the "
+                    "faster one from here on; correct the setting.",
+                    rate,
+                    self._peak_flops,
+                )
+            self._peak_flops = rate
+        return rate / self._peak_flops
+
+
 class Observer:
     """Turns counters into per-step rates. Owned by the trainer's thread."""
 
@@ -48,21 +81,17 @@ class Observer:
         self,
         read: Callable[[], Counters],
         *,
-        peak_flops: float,
-        measured: bool = True,
+        utilisation: Utilisation,
         share: Callable[[dict[str, float]], Sequence[Mapping[str, float]]] = lambda own: [own],
     ) -> None:
         """Read the counters for the first time.
 
         Args:
             read: reads the counters of all parts.
-            peak_flops: of the whole trainer slice, FLOP/s.
-            measured: whether it was measured here, maybe beside other work: then an update that
-                is faster is the peak from then on.
+            utilisation: of the trainer's slice.
             share: sends this process's rates to all; returns those of all.
         """
-        self._read, self._peak_flops, self._share = read, peak_flops, share
-        self._measured = measured
+        self._read, self._utilisation, self._share = read, utilisation, share
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -73,10 +102,7 @@ class Observer:
         metrics = dict(values)
         flops = metrics.pop("train/flops", None)
         if flops is not None:
-            train_s = max(metrics["time/train_s"], 1e-9)
-            if self._measured:
-                self._peak_flops = max(self._peak_flops, flops / train_s)
-            metrics["throughput/mfu"] = flops / (self._peak_flops * train_s)
+            metrics["throughput/mfu"] = self._utilisation.of(flops, metrics["time/train_s"])
             metrics["throughput/trained_tokens_per_s"] = metrics["train/tokens"] / wall_s
         metrics["time/elapsed_s"] = self._last.at_s - self._first.at_s
         return metrics | combined_rates(self._share(rates(before, self._last, wall_s)))
@@ -95,6 +121,7 @@ ADDED = (
     "sampler/recomputed_tokens",
     "sampler/in_flight",
     "throughput/generated_tokens_per_s",
+    "throughput/aside_tokens_per_s",
     "sampler/joins",
     "weights/transfer_bytes",
     "weights/transfers",
@@ -138,7 +165,8 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
     busy = min((sampler.busy_s - was.busy_s) / wall_s, 1.0)
     slot_steps = sampler.slot_steps - was.slot_steps
     used = sampler.used_slot_steps - was.used_slot_steps
-    tokens = sampler.generated_tokens - was.generated_tokens
+    aside = sampler.aside_tokens - was.aside_tokens
+    tokens = sampler.generated_tokens - was.generated_tokens - aside
     return {
         "sampler/busy_share": busy,
         "sampler/idle_share": 1.0 - busy,
@@ -148,6 +176,7 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         **continuations(before.pivots, after.pivots),
         "sampler/gate_wait_share": min((after.gate_wait_s - before.gate_wait_s) / wall_s, 1.0),
         "throughput/generated_tokens_per_s": tokens / wall_s,
+        "throughput/aside_tokens_per_s": aside / wall_s,
         **(transfer(sampler, after.channel) if sampler.swaps else {}),
         **remote_transfers(before.channel.remote, after.channel.remote),
         "buffer/active": float(after.buffer.active),

@@ -103,6 +103,8 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         _refuse(request, "request_id", request.request_id, "text")
     if not isinstance(request.extras, bool | np.bool_):
         _refuse(request, "extras", request.extras, "True or False")
+    if not isinstance(request.for_training, bool | np.bool_):
+        _refuse(request, "for_training", request.for_training, "True or False")
     if not isinstance(request.adapter, str):
         _refuse(request, "adapter", request.adapter, "text")
     token_ids = _prompt(request, room)
@@ -123,6 +125,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         priority=_two_whole(request, "priority", request.priority, "two whole numbers of 32 bits"),
         forced_length=None if forced is None else int(forced),
         extras=bool(request.extras),
+        for_training=bool(request.for_training),
     )
 
 

@@ -50,6 +50,7 @@ class SamplerStats:
     waiting_slot_steps: int = _is(COUNTER)  # slot_steps of blocks at whose end requests waited
     waiting_used_slot_steps: int = _is(COUNTER)
     generated_tokens: int = _is(COUNTER)
+    aside_tokens: int = _is(COUNTER)  # of those, for evaluations, guests and opponents
     prefill_tokens: int = _is(COUNTER)  # computed, without padding
     recomputed_tokens: int = _is(COUNTER)  # of those, again after a swap or a preemption
     prefix_hit_tokens: int = _is(COUNTER)  # prompt tokens found in the prefix store

@@ -358,8 +358,8 @@ class Learner:
         self._warn_of_missing(missing)
         reports = (*policy_reports, *critic_reports)
         return {
-            **mean_report(policy_reports),
-            **mean_report(critic_reports, tokens="critic/tokens"),
+            **counted_once(mean_report(policy_reports), 1 if warming else algorithm.epochs),
+            **counted_once(mean_report(critic_reports, "critic/tokens"), algorithm.epochs),
             "faults/oom_retries": sum(r.get("faults/oom_retries", 0.0) for r in reports),
             "train/updates": 0.0 if warming else float(len(policy_reports)),
             "train/missing_updates": float(missing),
@@ -481,6 +481,16 @@ class Learner:
         """Return the reference in the memory of the devices."""
         offloads = self._settings.offload_reference
         return in_memory(DEVICE, self.reference) if offloads else self.reference
+
+
+COUNTS = ("train/tokens", "train/sequences", "supervised/tokens", "critic/tokens")
+"""What an epoch learns: all of the step's, each once."""
+
+
+def counted_once(report: Mapping[str, float], epochs: int) -> dict[str, float]:
+    """Return the report of updates that saw each token in every epoch, with what was learnt counted
+    once, not once an epoch."""
+    return {key: x / epochs if key in COUNTS else x for key, x in report.items()}
 
 
 def _finite(report: Mapping[str, float], key: str) -> float | None:

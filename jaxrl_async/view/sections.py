@@ -152,6 +152,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
                 (
                     ("throughput/generated_tokens_per_s", "generated"),
                     ("throughput/trained_tokens_per_s", "trained"),
+                    ("throughput/aside_tokens_per_s", "evaluations and guests"),
                 ),
                 True,
             ),

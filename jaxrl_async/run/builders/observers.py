@@ -9,7 +9,7 @@ from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.rates import Counters, Observer, PivotCounts, measured_peak_flops
+from jaxrl_async.run.rates import Counters, Observer, PivotCounts, Utilisation, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.trainer.trainer import Trainer
 
@@ -55,8 +55,9 @@ def make_observer(
     peak_flops = section.peak_flops or measured_peak_flops(trainer_mesh.local_devices[0])
     return Observer(
         read,
-        peak_flops=peak_flops * trainer_mesh.size,
-        measured=section.peak_flops is None,
+        utilisation=Utilisation(
+            peak_flops * trainer_mesh.size, measured=section.peak_flops is None
+        ),
         share=share,
     )
 

@@ -64,6 +64,7 @@ class WeightsPlayer:
             stop_token_ids=self.chat.stop_token_ids,
             key=(prompt.position, member),
             branch=branch_of(self.seat, turn),
+            for_training=False,
         )
         async with self.lease() as sampler:
             completion = await sampler.submit(request)

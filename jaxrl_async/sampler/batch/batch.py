@@ -381,6 +381,9 @@ class Batch:
         )
         self._routes.take(block.routes, block.owners, spans, self.slots)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)
+        aside = sum(
+            s.end - s.start for s in spans if not started.running[s.slot].request.for_training
+        )
         slot_steps = steps * self.spec.slots
         waiting = bool(self.queue)
         self.stats = self.stats.plus(
@@ -388,6 +391,7 @@ class Batch:
             slot_steps=slot_steps,
             row_steps=steps * block.tokens.shape[0],
             used_slot_steps=used,
+            aside_tokens=aside,
             waiting_slot_steps=slot_steps * waiting,
             waiting_used_slot_steps=used * waiting,
         )

@@ -158,6 +158,7 @@ class BatchStats:
     slot_steps: int = 0  # slots times decode steps
     row_steps: int = 0  # rows that were computed times decode steps
     used_slot_steps: int = 0  # of slot_steps, those that drew a token
+    aside_tokens: int = 0  # of those, not for training
     waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
     waiting_used_slot_steps: int = 0
     prefill_tokens: int = 0  # computed, padding not counted
