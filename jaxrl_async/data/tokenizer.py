@@ -8,7 +8,8 @@ import os
 import re
 import string
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
+from jaxrl_async.data.token_bytes import bytes_of_tokens
 from jaxrl_async.errors import ConfigError, DataError, in_a_line
 from jaxrl_async.types import IntArray, Message
 
@@ -247,6 +249,16 @@ class Tokenizer:
         """Return one token's own text, special tokens included; half a character is U+FFFD."""
         with self._lock, _as_data_error(f"the tokenizer cannot decode token {token_id}"):
             return str(self.hf.backend_tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text: those of a part of a character, too; of a
+        special token those of its own text, of an id without a token none."""
+        found = self._bytes_of(token_id)
+        return self.token_text(token_id).encode() if found is None else found
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[int], bytes | None]:
+        return bytes_of_tokens(self.hf.backend_tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face tokenizer directory; a chat template that was there is replaced, or

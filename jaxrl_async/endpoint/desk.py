@@ -114,7 +114,12 @@ class Desk:
             clock: of idle guests.
         """
         self.served, self.limits, self.counts = served, limits, EndpointCounts()
-        self.words = Words(text_of=served.tokenizer.token_text, label=served.label)
+        self.words = Words(
+            text_of=served.tokenizer.token_text,
+            bytes_of=served.tokenizer.token_bytes,
+            decode=served.tokenizer.decode,
+            label=served.label,
+        )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
         self._door, self.adapters = door, adapters
         self._watch = ProgressWatch(served.generate)

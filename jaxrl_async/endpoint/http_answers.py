@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.text_flow import HALF, before_stop
+from jaxrl_async.endpoint.text_flow import Decode, before_stop
 from jaxrl_async.types import Completion, FloatArray, IntArray, Message
 
 NO_LOGPROB = -9999.0
@@ -105,6 +105,8 @@ class Words:
     """How tokens and weights are named in answers."""
 
     text_of: TokenText
+    bytes_of: Callable[[int], bytes]  # what a token stands for in a text
+    decode: Decode  # tokens to text, as the answer's
     label: str  # of the run's weights, before their version
 
     def entries(self, row: TokenRow, *, top: bool, ids_as_tokens: bool) -> list[dict[str, Any]]:
@@ -121,7 +123,7 @@ class Words:
             entry = {
                 "token": text,
                 "logprob": json_number(logprob),
-                "bytes": None if ids_as_tokens or HALF in text else list(text.encode()),
+                "bytes": list(self.bytes_of(token)),
             }
             entries.append({**entry, "top_logprobs": [entry] if top else []})
         return entries

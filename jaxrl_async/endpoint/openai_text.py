@@ -15,6 +15,7 @@ from jaxrl_async.endpoint.http_answers import (
     rows_of_answers,
 )
 from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
+from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
 from jaxrl_async.types import IntArray
 
@@ -84,30 +85,32 @@ class TextWriter:
         for i, answer in enumerate(answers):
             drawn = answer.completion
             row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-            choices.append({**self._choice(i, answer.text, row, 0), **self._end(answer)})
+            flow = TextFlow(self.words.decode)
+            choices.append({**self._choice(i, answer.text, row, flow), **self._end(answer)})
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
         return {**self._frame(choices), "usage": usage}
 
-    def grow(self, index: int, text: str, row: TokenRow, start: int) -> list[dict[str, Any]]:
+    def grow(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> list[dict[str, Any]]:
         """Return the chunk of some more of a choice.
 
         Args:
             index: of the choice.
             text: that can be sent.
             row: tokens drawn since the last time.
-            start: how many characters were sent before.
+            flow: has taken the tokens before these, and takes these.
         """
         wants_tokens = self.call.token_ids or self.call.logprobs is not None
         if not text and not (wants_tokens and len(row.token_ids)):
             return []
-        return [self._frame([self._choice(index, text, row, start)])]
+        return [self._frame([self._choice(index, text, row, flow)])]
 
     def end(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """Return the last chunk of a choice."""
         nothing = TokenRow(
             token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
         )
-        return [self._frame([{**self._choice(index, "", nothing, 0), **self._end(answer)}])]
+        last = self._choice(index, "", nothing, TextFlow(self.words.decode))
+        return [self._frame([{**last, **self._end(answer)}])]
 
     def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Return what follows the last choice."""
@@ -125,12 +128,12 @@ class TextWriter:
             "choices": choices,
         }
 
-    def _choice(self, index: int, text: str, row: TokenRow, start: int) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "finish_reason": None,
-            "logprobs": None if self.call.logprobs is None else self._logprobs(row, start),
+            "logprobs": None if self.call.logprobs is None else self._logprobs(row, flow),
         }
         if self.call.token_ids:
             choice["token_ids"] = row.token_ids.tolist()
@@ -143,18 +146,14 @@ class TextWriter:
             end |= self.words.origin(answer.completion)
         return end
 
-    def _logprobs(self, row: TokenRow, start: int) -> dict[str, Any]:
+    def _logprobs(self, row: TokenRow, flow: TextFlow) -> dict[str, Any]:
         entries = self.words.entries(row, top=False, ids_as_tokens=self.call.ids_as_tokens)
         tokens = [entry["token"] for entry in entries]
         numbers = [json_number(x) for x in row.logprobs.tolist()]
-        offsets, place = [], start
-        for token in tokens:
-            offsets.append(place)
-            place += len(token)
         tops = [{t: x} for t, x in zip(tokens, numbers, strict=True)]
         return {
             "tokens": tokens,
             "token_logprobs": numbers,
             "top_logprobs": tops if self.call.logprobs else None,
-            "text_offset": offsets,
+            "text_offset": flow.places(row.token_ids.tolist()),
         }

@@ -19,6 +19,7 @@ from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
 from jaxrl_async.endpoint.openai_text import TextWriter
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
+from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import Message
 
 READ_EVERY = 64
@@ -230,6 +231,7 @@ class StreamedText:
         writer, wish = self._writer, self._writer.call.wish
         sent = [0] * wish.count  # characters
         told = [0] * wish.count  # tokens; -1: its end was sent
+        flows = [TextFlow(writer.words.decode) for _ in sent]
         async with self._drawing(parts=True) as drawing:
             async for _ in drawing.steps():
                 for index, strand in enumerate(drawing.strands):
@@ -240,7 +242,7 @@ class StreamedText:
                     row = TokenRow(
                         token_ids=strand.token_ids[start:], logprobs=strand.logprobs[start:]
                     )
-                    for chunk in writer.grow(index, text[sent[index] :], row, sent[index]):
+                    for chunk in writer.grow(index, text[sent[index] :], row, flows[index]):
                         yield openai_event(chunk)
                     sent[index], told[index] = len(text), len(strand.token_ids)
                     if strand.answer is not None:

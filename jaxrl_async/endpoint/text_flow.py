@@ -48,6 +48,15 @@ class TextFlow:
             self.stop = self._found(max(0, known - self._longest_stop))
             self.count = None if self.stop is None else len(self._ids)
 
+    def places(self, token_ids: Sequence[int]) -> list[int]:
+        """Take more tokens; return where in the text each begins, in characters: of a part of a
+        character, where that character does."""
+        found = []
+        for token in token_ids:
+            found.append(len(self.text))
+            self._take([token])
+        return found
+
     def _take(self, token_ids: Sequence[int]) -> None:
         """Take more tokens; their text waits while it ends with half a character."""
         self._ids.extend(int(i) for i in token_ids)

@@ -130,6 +130,39 @@ def test_completions_take_text_and_token_ids(rig: Rig):
     assert "".join(p.choices[0].text for p in parts) == choice.text
 
 
+MIXED = "Hi 😀🎉 naïve 日本語 คำตอบ الجواب done"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("named_by_id", [False, True])
+def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stream, named_by_id):
+    talking.sampler.texts = [MIXED]
+    more = {"return_tokens_as_token_ids": named_by_id, "return_token_ids": True}
+    asked = {"prompt": "x", "max_tokens": 200, "logprobs": 1, "extra_body": more}
+    reply = talking.openai.completions.create(model="m", stream=stream, **asked)
+    parts = [r.choices[0] for r in (reply if stream else [reply]) if r.choices]
+    text = "".join(part.text for part in parts)
+    assert text == MIXED
+    offsets = flat(part.logprobs.text_offset for part in parts if part.logprobs)
+    ids = flat(part.token_ids or [] for part in parts)
+    assert len(offsets) == len(ids)
+    starts = [0]  # the bytes before each token, by the tokenizer's own alphabet
+    for token in ids:
+        starts.append(starts[-1] + len(talking.tokenizer.token_bytes(token)))
+    owner = [i for i, c in enumerate(text) for _ in c.encode()]
+    drawn = [i for i, start in enumerate(starts[:-1]) if start < len(owner)]
+    assert [offsets[i] for i in drawn] == [owner[starts[i]] for i in drawn]
+    assert len(drawn) >= len(ids) - 1  # all but the end token
+
+
+def test_bytes_of_a_chats_tokens_joined_are_the_text(talking: Rig):
+    talking.sampler.texts = [MIXED]
+    reply = talking.chat(max_tokens=200)
+    entries = reply.choices[0].logprobs.content
+    joined = b"".join(bytes(entry.bytes) for entry in entries)
+    assert joined.removesuffix(b"<|im_end|>").decode() == MIXED == reply.choices[0].message.content
+
+
 def test_messages_draw_what_the_sampler_draws(rig: Rig):
     asked = {"model": "m", "max_tokens": 12, "messages": HI, "system": "Be"}
     asked["extra_body"] = {"temperature": 0.0}

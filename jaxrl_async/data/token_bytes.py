@@ -1,0 +1,69 @@
+"""The bytes that a token stands for: parts of characters, too, which have no text of their own.
+
+decoder                          token    bytes
+ByteLevel (GPT-2, Qwen, Llama 3) ðŁĺ     F0 9F 98
+ByteFallback (Llama 2, Gemma)    <0xF0>   F0
+Metaspace, Replace               ▁the     20 74 68 65
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+LATIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+"""The bytes that a byte-level vocabulary writes as the character of the same number."""
+
+
+def byte_of_character() -> dict[str, int]:
+    """Return the bytes by the characters that stand for them in a byte-level vocabulary (GPT-2's
+    bytes_to_unicode): the others follow from 256 on."""
+    others = (byte for byte in range(256) if byte not in LATIN)
+    return {
+        **{chr(byte): byte for byte in LATIN},
+        **{chr(256 + i): byte for i, byte in enumerate(others)},
+    }
+
+
+def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
+    """Return a function of a token's id: the bytes that it adds to a text; None for an added token,
+    an id without a token, and a decoder of another kind, of which the token's own text tells."""
+    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    kinds = {step.get("type") for step in steps}
+    added = backend.get_added_tokens_decoder()
+    characters = byte_of_character() if "ByteLevel" in kinds else {}
+    spaces = [step["replacement"] for step in steps if step.get("type") == "Metaspace"]
+    replaced = [(mark, " ") for mark in spaces] + [
+        (step["pattern"]["String"], step["content"])
+        for step in steps
+        if step.get("type") == "Replace" and "String" in step["pattern"]
+    ]
+
+    def bytes_of(token_id: int) -> bytes | None:
+        token = backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if "ByteFallback" in kinds and (one := ONE_BYTE.fullmatch(token)):
+            return bytes([int(one[1], 16)])
+        if token_id in added:
+            return None
+        if characters:
+            known = all(c in characters for c in token)
+            return bytes(characters[c] for c in token) if known else None
+        for mark, text in replaced:
+            token = token.replace(mark, text)
+        return token.encode() if replaced else None
+
+    return bytes_of
+
+
+def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the steps of a decoder, those of sequences one by one."""
+    if decoder is None:
+        return []
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _decoders(part)]

@@ -1,0 +1,123 @@
+"""The bytes of tokens: joined they are the text, whatever its script and however it was cut."""
+
+import numpy as np
+import pytest
+from chat_tokenizers import byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.endpoint.text_flow import TextFlow
+
+TEXTS = {
+    "emoji": "Hi 😀🎉 naïve 日本語 done",
+    "families of emoji": "👨‍👩‍👧‍👦 and 🏳️‍🌈!",
+    "chinese": "答案是18。共18元",
+    "thai": "คำตอบคือ18 บาท",
+    "arabic": "الجواب هو ١٨",
+    "hindi": "उत्तर १८ है",
+    "korean": "정답은 18입니다.",
+    "cyrillic": "Ответ: 18 яблок",
+    "ascii": "The answer is 18.\n\n  x = {1}",
+    "combining": "e\u0301 n\u0303",
+}
+
+
+def gemma_like() -> Tokenizer:
+    """SentencePiece's form: ▁ for blanks, bytes for what is not in the vocabulary."""
+    known = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    known += [*"▁thenaswrvidoABC", "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    vocab = {token: i for i, token in enumerate(known)}
+    backend = Backend(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+def llama2_like() -> Tokenizer:
+    """As Gemma's, with a blank before a text that is taken off again."""
+    tokenizer = gemma_like()
+    backend = tokenizer.hf.backend_tokenizer
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    alphabet = sorted({c for text in TEXTS.values() for c in text if c != " "})
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "</s>"],
+        unk_token="<unk>",
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(list(TEXTS.values()) * 3, trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+MADE = {
+    "bytes": lambda: byte_tokenizer(None),
+    "gemma": gemma_like,
+    "llama 2": llama2_like,
+    "unigram": unigram,
+}
+
+
+def places_by_bytes(text: str, pieces: list[bytes]) -> list[int]:
+    """The character that holds the first byte of each piece."""
+    owner = [i for i, c in enumerate(text) for _ in c.encode()] + [len(text)]
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return [owner[start] for start in starts]
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("kind", MADE)
+def test_bytes_joined_are_the_text_and_each_token_begins_where_they_say(kind, text):
+    tokenizer = MADE[kind]()
+    ids = tokenizer.encode(text).tolist()
+    pieces = [tokenizer.token_bytes(i) for i in ids]
+    before = " " if kind in ("llama 2", "unigram") else ""  # taken off again when a text is decoded
+    assert b"".join(pieces).decode() == before + text
+    assert tokenizer.decode(ids) == text
+    wanted = [max(0, place - len(before)) for place in places_by_bytes(before + text, pieces)]
+    assert TextFlow(tokenizer.decode).places(ids) == wanted
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@settings(deadline=None, max_examples=100)
+def test_any_text_comes_back_from_the_bytes_of_its_tokens(text):
+    tokenizer = byte_tokenizer(None)
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_special_tokens_and_ids_without_one():
+    tokenizer = byte_tokenizer(None)
+    end = tokenizer.eos_ids[0]
+    assert tokenizer.token_bytes(end) == b"<|im_end|>"
+    assert tokenizer.token_bytes(10**6) == b""
+    letters = addition_tokenizer()
+    assert b"".join(map(letters.token_bytes, letters.encode("12+3=").tolist())) == b"12+3="
+    ids = [*tokenizer.encode("a😀").tolist(), end, *tokenizer.encode("b").tolist()]
+    places = TextFlow(tokenizer.decode).places(ids)
+    assert places[0] == 0 and places[-1] == places[-2] == 2  # an end token has no text
