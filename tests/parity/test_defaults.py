@@ -84,6 +84,16 @@ def test_each_key_may_be_left_out(family):
     assert not wrong
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_each_entry_of_nested_rope_parameters_may_be_left_out(family, kind):
+    ropes = filled({"model_type": family})["rope_parameters"]
+    for key in (None, *ropes[kind]):
+        less = {k: v for k, v in ropes[kind].items() if k != key} if key else None
+        said = {"model_type": family, "rope_parameters": {**ropes, kind: less}}
+        assert spec_from_hf(said, "") == spec_from_hf(filled(said), ""), key
+
+
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_gemma_3_is_read_as_published(size):
     text = {"model_type": "gemma3_text", **PUBLISHED[size]}

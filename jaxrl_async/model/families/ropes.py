@@ -18,16 +18,24 @@ def read_ropes(family: Family, fields: ConfigFields) -> tuple[Rope, Rope]:
     parts = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     of_type = {name: parts.part(name) for name in (FULL, WINDOWED) if parts.has(name)}
     whole = _rope(family, fields, of_type.get(FULL, parts if not of_type else parts.part(FULL)))
+    key = family.window_theta_key
+    theta = fields.number(key, 10_000.0) if key else None
     if WINDOWED in of_type:
-        return whole, _rope(family, fields, of_type[WINDOWED])
+        return whole, _rope(family, fields, of_type[WINDOWED], theta)
     if family.window_rope == "same":
         return whole, whole
-    key = family.window_theta_key
-    return whole, Rope(theta=fields.number(key, 10_000.0) if key else whole.theta)
+    return whole, Rope(theta=whole.theta if theta is None else theta)
 
 
-def _rope(family: Family, fields: ConfigFields, rope: ConfigFields) -> Rope:
-    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", family.theta)
+def _rope(
+    family: Family, fields: ConfigFields, rope: ConfigFields, usual: float | None = None
+) -> Rope:
+    """Return the positions of one type of layers. usual: their theta where the entry has none;
+    None: that of all layers."""
+    if rope.has("rope_theta") or usual is not None:
+        theta = rope.number("rope_theta", usual)
+    else:
+        theta = fields.number("rope_theta", family.theta)
     share = rope if rope.has("partial_rotary_factor") else fields
     growth = rope.number("llama_4_scaling_beta") if rope.said("llama_4_scaling_beta") else 0.0
     return Rope(
