@@ -23,6 +23,7 @@ from jaxrl_async.model.stored_tensors import (
     INDEX,
     SINGLE,
     StoredTensor,
+    file_names,
     open_tensors,
 )
 
@@ -34,10 +35,9 @@ ROWS = 4096
 
 def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
     """Return the spec of a directory, tied if its files say so, whatever config.json says; as it is
-    where there are no weights. A difference is logged. Raises CheckpointError for files that cannot
-    be opened."""
-    has_weights = any((folder / name).exists() for name in (SINGLE, INDEX))
-    if spec.own is not None or not has_weights or gguf_of(folder) is not None:
+    where not all weights are there. A difference is logged. Raises CheckpointError for files that
+    cannot be opened, and for two models in one folder."""
+    if spec.own is not None or gguf_of(folder) is not None or not _has_weights(folder):
         return spec
     with ExitStack() as files:
         tensors = open_tensors(folder, files, {})
@@ -59,6 +59,13 @@ def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
             )
             return dataclasses.replace(spec, tied=False)
     return spec
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a directory has all files of its weights; a plan needs none."""
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return False
+    return all((folder / name).exists() for name in file_names(folder, SINGLE))
 
 
 def _differs(tensors: Mapping[str, StoredTensor]) -> bool:

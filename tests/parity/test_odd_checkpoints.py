@@ -10,6 +10,7 @@ from whole_rows import row_states
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.decoder import output_head
+from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.policy import Policy
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
@@ -135,6 +136,16 @@ def test_two_models_in_a_folder_are_refused_by_name(tmp_path):
     for shard in (tmp_path / "old").glob("model-*.safetensors"):
         shard.unlink()
     same(tmp_path / "old")  # the index alone is left: there is no doubt
+
+
+def test_a_spec_needs_no_weights(tmp_path):
+    made(tmp_path, shards=True)
+    spec = load_spec(tmp_path)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    assert load_spec(tmp_path) == spec  # the index is there
+    (tmp_path / INDEX).unlink()
+    assert load_spec(tmp_path) == spec
 
 
 def test_a_head_that_differs_from_the_embedding_is_kept(tmp_path, caplog):
