@@ -120,9 +120,12 @@ def _advice(folder: Path) -> str:
     )
     if not pickles:
         return "Copy the whole directory, or save the model with save_pretrained."
+    loaded = "AutoModelForCausalLM.from_pretrained(FOLDER)"
+    if pickles[0].startswith("adapter_"):
+        loaded = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)"
     return (
         f"{pickles[0]} may be a pickle, which can run any code and is never loaded. Convert it "
-        "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+        f"where you trust it: {loaded}.save_pretrained(NEW)."
     )
 
 

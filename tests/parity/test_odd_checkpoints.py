@@ -220,6 +220,17 @@ def test_a_value_head_beside_a_policy_is_left_out_and_says_so(tmp_path, caplog):
     assert "v_head.* are a value head, and are left out" in caplog.text
 
 
+def test_an_adapter_that_is_a_pickle_is_converted_as_an_adapter(tmp_path):
+    made(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    (adapter / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin may be .*PeftModel\."):
+        Policy.from_pretrained(tmp_path, adapter=adapter)
+
+
 def test_no_model_is_saved_into_an_adapters_folder(tmp_path):
     made(tmp_path)
     policy = Policy.from_pretrained(tmp_path)
