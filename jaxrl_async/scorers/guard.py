@@ -199,11 +199,12 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
             f"{where}: token_rewards are {cited(rewards)} of shape {shape}; they must be one float "
             f"for each of the episode's {length} tokens, or None."
         )
-    if not np.isfinite(rewards).all():
-        first = int(np.flatnonzero(~np.isfinite(rewards))[0])
+    wrong = ~(np.abs(rewards) <= LARGEST_REWARD)  # NaN is wrong, too
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
         raise RefusedScore(
-            f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite, 0 where a "
-            "token earns nothing."
+            f"{where}: token_rewards[{first}] is {rewards[first]}; all must be finite and at most "
+            f"{LARGEST_REWARD:g}, 0 where a token earns nothing."
         )
 
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Closed, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.scorers.rewards import Judge, RewardScorer
@@ -170,3 +170,21 @@ def test_what_is_under_way_says_for_how_long():
         return seen
 
     assert asyncio.run(look()) == 7
+
+
+@pytest.mark.parametrize("number", [1e300, -1e300, 1.1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["reward", "part", "token"])
+def test_a_reward_whose_square_is_infinite_is_an_error_and_no_advantage_of_0(number, where):
+    episode = make_episode([0, 0])
+    length = len(episode.token_ids)
+    with np.errstate(over="ignore"):
+        tokens = np.full(length, number).astype(np.float32)
+    score = {
+        "reward": Score(reward=number),
+        "part": Score(reward=0.0, parts={"speed": number}),
+        "token": Score(reward=0.0, token_rewards=tokens),
+    }[where]
+    with pytest.raises(RefusedScore, match="finite"):
+        checked((score,), (episode,), PROMPT)
+    largest = np.full(length, 1e30 / 1.001, np.float32)
+    checked((Score(reward=1e30, token_rewards=largest),), (episode,), PROMPT)
