@@ -1,4 +1,4 @@
-"""The bytes that a token stands for: parts of characters, too, which have no text of their own.
+"""The bytes of a token, also where a token is a part of a character and has no text.
 
 decoder                          token    bytes
 ByteLevel (GPT-2, Qwen, Llama 3) ðŁĺ     F0 9F 98
@@ -29,8 +29,8 @@ def byte_of_character() -> dict[str, int]:
 
 
 def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
-    """Return a function of a token's id: the bytes that it adds to a text; None for an added token,
-    an id without a token, and a decoder of another kind, of which the token's own text tells."""
+    """Return a function of a token's id: the bytes that it adds to a text. None for an added token,
+    an id without a token, and a decoder of another kind: there the token's text tells."""
     steps = _decoders(json.loads(backend.to_str()).get("decoder"))
     kinds = {step.get("type") for step in steps}
     added = backend.get_added_tokens_decoder()

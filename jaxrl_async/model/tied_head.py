@@ -1,8 +1,8 @@
-"""Whether a directory's head is its embedding: what the files hold, where config.json says another
-thing. transformers and vLLM decide alike.
+"""Whether a directory's head is its embedding. The files decide where config.json disagrees, as in
+transformers and vLLM.
 
     config.json   the files hold                what is read
-    tied          a head that differs           the head of its own (a merged LoRA of it, say)
+    tied          a head that differs           both matrices (a merged LoRA of the head, say)
     tied          the head alone                the head, as the embedding, too
     untied        no head                       the embedding as the head
 """
@@ -34,9 +34,9 @@ ROWS = 4096
 
 
 def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a directory, tied if its files say so, whatever config.json says; as it is
-    where not all weights are there. A difference is logged. Raises CheckpointError for files that
-    cannot be opened, and for two models in one folder."""
+    """Return the spec of a directory, tied if its files say so, even if config.json does not;
+    unchanged where not all weights are there. A difference is logged. Raises CheckpointError for
+    files that cannot be opened, and for two models in one folder."""
     if spec.own is not None or gguf_of(folder) is not None or not _has_weights(folder):
         return spec
     with ExitStack() as files:

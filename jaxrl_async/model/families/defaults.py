@@ -1,9 +1,8 @@
-"""What transformers takes for a key that a config.json leaves out.
+"""What transformers fills in for a key that a config.json leaves out.
 
-Published files say little, those of models with images least: `text_config` of Gemma 3 4B lacks its
-heads and its vocabulary. What all families share (a norm's epsilon, whether the head is tied, the
-window) is in the family's record; here is the rest. tests/parity/test_defaults.py compares each
-entry with transformers' classes.
+Published files leave out many keys: `text_config` of Gemma 3 4B lacks the heads and the vocabulary.
+The family's record has some defaults (a norm's epsilon, whether the head is tied, the window); the
+others are here. tests/parity/test_defaults.py compares each entry with transformers' classes.
 """
 
 from typing import Any
@@ -12,9 +11,9 @@ from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in config.json, of which a file has one."""
+"""Names of the number of experts in config.json; a file has one of them."""
 ROPES = ("rope_parameters", "rope_scaling")
-"""Names of the rotary positions, of which a file has one."""
+"""Names of the rotary positions; a file has one of them."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
