@@ -82,7 +82,7 @@ def weighs(choices: Choices | None) -> bool:
     return any(correction.facts(c).role != "filters" for c in _listed(choices or "none"))
 
 
-def default_correction(loss: Choice, anchor: str) -> str:
+def default_correction(loss: Choice, anchor: str) -> Choice:
     """Return the correction that a loss declares as its default."""
     defaults = token_loss.facts(loss).correction
     return defaults.proximal if anchor == "proximal" else defaults.behavior

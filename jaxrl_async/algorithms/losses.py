@@ -31,6 +31,7 @@ from jaxrl_async.algorithms.registry import (
 )
 from jaxrl_async.algorithms.segments import mean_over_sequence, sum_over_sequence
 from jaxrl_async.config import function_facts
+from jaxrl_async.config.choice import Choice
 
 MAX_LOG_RATIO = 40.0
 """Bound on |log ratio|, nats, so that a ratio and its square are finite in float32.
@@ -91,17 +92,25 @@ TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 
 
 class DefaultCorrections(NamedTuple):
-    """The correction of a loss if algorithm.correction is not set, by algorithm.anchor."""
+    """The correction of a loss if algorithm.correction is not set, by algorithm.anchor.
 
-    behavior: str = "truncate_token"
-    proximal: str = "truncate_token"
+    At the level of the loss's own ratio, or none: a factor per token would bend a ratio per
+    sequence. Against the proximal policy, proximal / behaviour is in no loss's ratio, and the
+    correction adds it, bounded.
+    """
+
+    behavior: Choice = "truncate_token"
+    proximal: Choice = "truncate_token"
 
 
 OPEN_RATIO = DefaultCorrections()
-"""The loss's ratio is unbounded for one sign of A at least: the correction bounds it."""
+"""A ratio per token, unbounded for one sign of A at least: the correction bounds it."""
 OWN_BOUND = DefaultCorrections(behavior="none")
-"""The loss bounds its whole ratio. Against the proximal policy, proximal / behaviour is not in that
-ratio, and the correction bounds it."""
+"""The loss bounds its ratio per token, or how far it may move the token's probability."""
+OWN_MEAN_BOUND = DefaultCorrections(behavior="none", proximal={"truncate": {"level": "geometric"}})
+"""The loss bounds a ratio that is the geometric mean over the sequence."""
+OWN_PRODUCT_BOUND = DefaultCorrections(behavior="none", proximal="seq_tis")
+"""The loss bounds a ratio that is the product over the sequence."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
 """The loss has no importance weight, whatever drew the token."""
 
@@ -191,7 +200,7 @@ def ppo_clip(
     return _masked(x, -objective, clipped)
 
 
-@token_loss(ratio_of="sequence", gradient_of="sequence")
+@token_loss(correction=OWN_MEAN_BOUND, ratio_of="sequence", gradient_of="sequence")
 def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r).
 
@@ -205,7 +214,7 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     return _masked(x, -objective, clipped)
 
 
-@token_loss(ratio_of="sequence")
+@token_loss(correction=OWN_MEAN_BOUND, ratio_of="sequence")
 def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) -> TokenLoss:
     """-min(s_t A, clip(s_t) A), s_t = stop_gradient(s) policy / stop_gradient(policy), s of gspo.
 
@@ -219,7 +228,7 @@ def gspo_token(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e
     return _masked(x, -objective, clipped)
 
 
-@token_loss(ratio_of="sequence", gradient_of="sequence")
+@token_loss(correction=OWN_MEAN_BOUND, ratio_of="sequence", gradient_of="sequence")
 def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4) -> TokenLoss:
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
@@ -246,19 +255,20 @@ def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> To
     return _masked(x, -gate * advantages, jnp.zeros_like(x.mask))
 
 
-@token_loss
+@token_loss(correction=OWN_BOUND)
 def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss:
     """-r A; 0 where A > 0 and policy - anchor > high, or A < 0 and policy - anchor < -low.
 
     The trust region is one of probabilities, not ratios: |policy - anchor| of the drawn token is
     the total variation of "this token or another". Divergence PPO, Qi et al. 2026
-    (arXiv:2602.04879), eq. 11 to 13 (there low = high = delta).
+    (arXiv:2602.04879), eq. 11 to 13 (there low = high = delta). r has no bound of its own: a rare
+    token may weigh much, which is the method. verl also caps r at 20: correction={tis: {cap: 20}}.
     """
     shift = _probability(x.policy_logprobs) - _probability(_anchor(x))
     return _trust_region(x, jnp.abs(shift), low, high)
 
 
-@token_loss
+@token_loss(correction=OWN_BOUND)
 def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> TokenLoss:
     """-r A; 0 where A > 0, r > 1 and D > high, or A < 0, r < 1 and D > low.
 
@@ -270,7 +280,7 @@ def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> Token
     return _trust_region(x, (1 - anchor) * rest - anchor * log_ratio(x), low, high)
 
 
-@token_loss
+@token_loss(correction=OWN_BOUND)
 def ipo(
     x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2, penalty: AtLeast0 = 1e-3
 ) -> TokenLoss:
@@ -357,7 +367,7 @@ def aipo(x: TokenInputs, *, rho: AtLeast1 = 4.0) -> TokenLoss:
     return _score(x, jnp.minimum(ratio, rho), ratio > rho)
 
 
-@token_loss(correction=OWN_BOUND, ratio_of="sequence")
+@token_loss(correction=OWN_PRODUCT_BOUND, ratio_of="sequence")
 def topr(x: TokenInputs) -> TokenLoss:
     """-w A log policy; w = 1 where A >= 0, else stop_gradient(min(R, 1)), R the sequence's ratio.
 
@@ -370,7 +380,7 @@ def topr(x: TokenInputs) -> TokenLoss:
     return _score(x, weights, negative & (logs > 0))
 
 
-@token_loss(correction=OWN_BOUND, ratio_of="sequence")
+@token_loss(correction=OWN_PRODUCT_BOUND, ratio_of="sequence")
 def vespo(
     x: TokenInputs,
     *,

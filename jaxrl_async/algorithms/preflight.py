@@ -14,13 +14,13 @@ documented at the class (algorithms/losses.py).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, needs_critic
 from jaxrl_async.algorithms.aggregate import aggregate
@@ -43,7 +43,8 @@ from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, 
 SHAPE = (2, 6)
 """Rows and length of the tiny batch."""
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
-"""Ratios policy / behavior at which a warning reports effective weights."""
+"""Ratios policy / behavior of a token at which a warning reports what it weighs. A second token of
+the sequence has the inverse: a ratio per sequence is 1."""
 
 log = logging.getLogger(__name__)
 
@@ -107,39 +108,59 @@ def _first_line(error: Exception) -> str:
 
 
 def bends(algorithm: schema.AlgorithmSection) -> bool:
-    """Return whether a correction bounds the importance weight of a loss that needs no bound."""
+    """Return whether a correction changes what a loss that needs none makes of a token's ratio."""
     used = schema.each_of(correction_of(algorithm))
-    wanted = default_correction(algorithm.loss, algorithm.anchor)
-    return wanted == "none" and any(correction.facts(c).role == "bounds" for c in used)
+    if default_correction(algorithm.loss, algorithm.anchor) != "none":
+        return False
+    if not any(correction.facts(c).role == "bounds" for c in used):
+        return False
+    return _first_difference(algorithm) is not None
 
 
 def bending_warning(algorithm: schema.AlgorithmSection) -> str:
-    """Say in numbers what algorithm.correction does to a loss that needs none."""
-    by_default = algorithm.model_copy(update={"correction": None})
-    kept, bent = (
-        ", ".join(f"{w:.3g}" for w in effective_weights(a, RATIOS)) for a in (by_default, algorithm)
-    )
+    """Say in numbers what algorithm.correction does to a loss that `bends` says it bends."""
+    found = _first_difference(algorithm)
+    assert found is not None, "nothing is bent"
+    advantage, *both = found
+    kept, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
     return (
         f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
-        f"algorithm.correction={correction_of(algorithm)} is set: at policy / behavior = "
-        f"{', '.join(f'{r:g}' for r in RATIOS)} a token of advantage 1 weighs {bent}, without it "
-        f"{kept}. Set algorithm.correction=null for that."
+        f"algorithm.correction={correction_of(algorithm)} is set: a token of advantage "
+        f"{advantage:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
+        f"sequence with one of the inverse ratio, weighs {bent}, without the correction {kept}. "
+        "Set algorithm.correction=null for that."
     )
+
+
+def _first_difference(
+    algorithm: schema.AlgorithmSection,
+) -> tuple[float, NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return an advantage for which the correction changes what tokens of RATIOS weigh, and their
+    weights without and with it; None: there is no such advantage."""
+    by_default = algorithm.model_copy(update={"correction": None})
+    pairs = [(r, 1 / r) for r in RATIOS]
+    for advantage in (1.0, -1.0):
+        kept, bent = (effective_weights(a, pairs, advantage)[:, 0] for a in (by_default, algorithm))
+        if not np.allclose(kept, bent, rtol=1e-4):
+            return advantage, kept, bent
+    return None
 
 
 def effective_weights(
-    algorithm: schema.AlgorithmSection, ratios: Sequence[float], advantage: float = 1.0
-) -> list[float]:
-    """Return -d loss / d log policy / advantage for sequences of one token.
+    algorithm: schema.AlgorithmSection, ratios: ArrayLike, advantage: float = 1.0
+) -> NDArray[np.float64]:
+    """Return -d loss / d log policy / advantage of each token, summed losses, [sequences, length].
 
     Args:
         algorithm: what is differentiated, without its KL term.
-        ratios: policy / behavior of each sequence's token. With anchor=proximal the proximal
-            policy is the one that learns.
+        ratios: [sequences, length], policy / behavior of each token, which has a probability of
+            exp(-5) under the behaviour policy. With anchor=proximal the proximal policy is the one
+            that learns.
         advantage: of each token.
     """
-    behavior = np.full((len(ratios), 1), -5.0, np.float32)
-    policy = jnp.asarray(behavior + np.log(ratios)[:, None], jnp.float32)
+    logs = np.log(np.asarray(ratios, np.float64))
+    behavior = np.full(logs.shape, -5.0, np.float32)
+    policy = jnp.asarray(behavior + logs, jnp.float32)
     ones = np.ones(behavior.shape)
     x = token_inputs(
         {
@@ -157,7 +178,7 @@ def effective_weights(
         moved = x._replace(policy_logprobs=logprobs)
         return policy_loss(recipe, moved, weights, jnp.int32(1))[0]
 
-    return [float(-g / advantage) for g in jax.grad(loss)(policy).ravel()]
+    return np.asarray(-jax.grad(loss)(policy) / advantage, np.float64)
 
 
 # ---- a user's loss

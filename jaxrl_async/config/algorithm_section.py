@@ -41,8 +41,8 @@ class AlgorithmSection(Section):
     signal_std: float = Field(0.0, ge=0)
     """Dynamic sampling also drops groups whose rewards have at most this standard deviation."""
     correction: Choices | None = None
-    """Off-policy correction, one or a list; null: the loss's default (truncate_token; none for a
-    loss that bounds its own ratio or has no ratio)."""
+    """Off-policy correction, one or a list; null: the loss's default (at the level of its ratio:
+    truncate_token; none for a loss that bounds its own ratio or has no ratio)."""
     anchor: Literal["behavior", "proximal"] = "behavior"
     """Denominator of the loss's ratio: the policy that drew the token (behavior), or the weights at
     the start of the step (proximal)."""

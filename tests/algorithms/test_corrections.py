@@ -10,12 +10,12 @@ import pytest
 from jaxrl_async.algorithms.corrections import (
     combined,
     correction,
+    default_correction,
     level_of,
     weighs,
 )
 from jaxrl_async.algorithms.losses import MAX_LOG_RATIO, TokenInputs, token_loss
 from jaxrl_async.algorithms.preflight import (
-    RATIOS,
     bending_warning,
     bends,
     check_algorithm,
@@ -303,10 +303,27 @@ def test_a_users_own_correction_gives_way_to_one_that_bounds(tmp_path, packed):
 
 # --- what a loss asks for -------------------------------------------------------------------------
 
+SEQUENCES = np.array(
+    [[r, 1 / r, 1.0] for r in (1.0, 1.5, 2.0, 3.0, 6.0, 20.0, 50.0)]
+    + [[r] * 3 for r in (0.3, 0.9, 1.0002, 1.1, 1.5, 4.0, 50.0)]
+    + [[r, 1.0, 2.5] for r in (0.2, 0.75, 1.3, 10.0)]
+)
+"""Ratios policy / behavior of the tokens of a sequence: with a product of 1, all alike, and mixed."""
+BEHAVIOR = np.exp(-5.0)
+"""Probability of each token under the policy that sampled it."""
+
 
 def kept_to(r, low=np.inf, high=np.inf, *, a):
     """Weight r A of a clipped surrogate: 0 where A drives r beyond its bound."""
     return np.where((a > 0) & (r > high), 0.0, np.where((a < 0) & (r < low), 0.0, r))
+
+
+def mean_of(r):
+    return np.exp(np.log(r).mean(1, keepdims=True)) * np.ones_like(r)
+
+
+def product_of(r):
+    return r.prod(1, keepdims=True) * np.ones_like(r)
 
 
 def sapo_weight(r, a):
@@ -315,55 +332,112 @@ def sapo_weight(r, a):
     return 4 * r * s * (1 - s)
 
 
-def capped(weight):
-    """As truncate_token at 2 leaves it."""
-    return lambda r, a: weight(r, a) * np.minimum(1.0, 2.0 / r)
+def gmpo_weight(r, a):
+    """GMPO, eq. 4: the geometric mean of ratios that are cut on one side; what is cut is constant."""
+    bound = np.exp(0.4) if a > 0 else np.exp(-0.4)
+    cut = r > bound if a > 0 else r < bound
+    return np.where(cut, 0.0, mean_of(np.where(cut, bound, r)))
+
+
+def dppo_weight(divergence, bound):
+    """DPPO, eq. 11 and 12: 0 where A drives the ratio away from 1 beyond the trust region."""
+
+    def weight(r, a):
+        q, p = BEHAVIOR, BEHAVIOR * r
+        away = (r > 1) if a > 0 else (r < 1)
+        return np.where(away & (divergence(q, p) > bound), 0.0, r)
+
+    return weight
+
+
+def binary_tv(q, p):
+    return np.abs(p - q)
+
+
+def binary_kl(q, p):
+    return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
 
 
 PAPERS = {
-    "ppo_clip": capped(lambda r, a: kept_to(r, 0.8, 1.2, a=a)),
-    "gspo": capped(lambda r, a: kept_to(r, 1 - 3e-4, 1 + 4e-4, a=a)),
-    "gspo_token": capped(lambda r, a: kept_to(r, 1 - 3e-4, 1 + 4e-4, a=a)),
-    "geo_mean": capped(lambda r, a: kept_to(r, np.exp(-0.4), np.exp(0.4), a=a)),
-    "dppo_tv": capped(lambda r, a: r),  # a token of probability 0.007 moves by less than 0.2
-    "dppo_kl": capped(lambda r, a: np.where((a > 0) & (dppo_divergence(r) > 0.05), 0.0, r)),
-    "ipo": capped(lambda r, a: r - a * 2e-3 * np.log(r)),
-    "clip_cov": capped(lambda r, a: kept_to(r, 0.8, 1.2, a=a)),
-    "kl_cov": capped(lambda r, a: r),
-    "reinforce": lambda r, a: np.minimum(r, 2.0),
+    "ppo_clip": lambda r, a: kept_to(r, 0.8, 1.2, a=a),
+    "gspo": lambda r, a: kept_to(mean_of(r), 1 - 3e-4, 1 + 4e-4, a=a),
+    "gspo_token": lambda r, a: kept_to(mean_of(r), 1 - 3e-4, 1 + 4e-4, a=a),
+    "geo_mean": gmpo_weight,
+    "dppo_tv": dppo_weight(binary_tv, 0.2),
+    "dppo_kl": dppo_weight(binary_kl, 0.05),
+    "ipo": lambda r, a: dppo_weight(binary_tv, 0.2)(r, a) - a * 2e-3 * np.log(r),
+    "clip_cov": lambda r, a: kept_to(r, 0.8, 1.2, a=a),  # no token is selected here
+    "kl_cov": lambda r, a: r,
+    "reinforce": lambda r, a: r,
     "sapo": sapo_weight,
     "gpg": lambda r, a: np.ones_like(r),
     "cispo": lambda r, a: np.minimum(r, 5.0),
     "aipo": lambda r, a: np.minimum(r, 4.0),
-    "topr": lambda r, a: np.ones_like(r) if a > 0 else np.minimum(r, 1.0),
-    "vespo": lambda r, a: r**2 * np.exp(3 * (1 - r)) if a > 0 else r**3 * np.exp(2 * (1 - r)),
+    "topr": lambda r, a: np.ones_like(r) if a > 0 else np.minimum(product_of(r), 1.0),
+    "vespo": lambda r, a: (
+        product_of(r) ** 2 * np.exp(3 * (1 - product_of(r)))
+        if a > 0
+        else product_of(r) ** 3 * np.exp(2 * (1 - product_of(r)))
+    ),
 }
-
-
-def dppo_divergence(r):
-    q = np.exp(-5.0)
-    p = q * r
-    return q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+"""-d loss / d log policy / A of a sequence's tokens, by the papers alone; losses are summed."""
+OPEN = {"ppo_clip", "clip_cov", "kl_cov", "reinforce"}
+"""Losses whose paper leaves a token's own ratio without bound for one sign of A. The default adds
+one, which is documented: the ratio counts up to 2."""
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("loss", sorted(token_loss))
 def test_by_default_a_token_weighs_what_the_paper_says(loss, advantage):
-    found = effective_weights(AlgorithmSection(loss=loss), RATIOS, advantage)
-    expected = PAPERS[loss](np.array(RATIOS), advantage)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    bare = effective_weights(AlgorithmSection(loss=loss, correction="none"), SEQUENCES, advantage)
+    paper = PAPERS[loss](SEQUENCES, advantage)
+    np.testing.assert_allclose(bare, paper, rtol=1e-4, atol=1e-6)
+    default = effective_weights(AlgorithmSection(loss=loss), SEQUENCES, advantage)
+    bounded = np.minimum(1.0, 2.0 / SEQUENCES) if loss in OPEN else 1.0
+    np.testing.assert_allclose(default, paper * bounded, rtol=1e-4, atol=1e-6)
 
 
 def test_every_loss_has_a_formula_here():
     assert set(PAPERS) == set(token_loss)
 
 
+@pytest.mark.parametrize(("loss", "counts"), [
+    ("dppo_tv", [5.0, 10.0, 50.0]), ("ipo", [5.0, 10.0, 50.0]), ("dppo_kl", [5.0, 10.0, 50.0]),
+])  # fmt: skip
+def test_a_rare_token_within_the_trust_region_counts_with_its_whole_ratio(loss, counts):
+    """A probability of exp(-5) = 0.0067 that rises 5, 10 and 50 times, and A that holds it back."""
+    found = effective_weights(AlgorithmSection(loss=loss), [[r] for r in counts], -1.0)
+    np.testing.assert_allclose(found[:, 0], counts, rtol=2e-3)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("x", [1.0, 1.5, 2.0])
+def test_a_loss_of_sequences_has_no_ratio_of_a_token(loss, x):
+    """Log ratios +x and -x: the sequence's ratio is 1, so both tokens weigh 1 (GSPO, eq. 5 to 7)."""
+    found = effective_weights(AlgorithmSection(loss=loss), np.exp([[x, -x]]))
+    np.testing.assert_allclose(found, [[1.0, 1.0]], rtol=1e-5)
+
+
+OF_SEQUENCES = {"gspo": mean_of, "gspo_token": mean_of, "geo_mean": mean_of, "topr": product_of,
+                "vespo": product_of}  # fmt: skip
+
+
 @pytest.mark.parametrize("loss", sorted(token_loss))
-def test_against_the_proximal_policy_what_lies_before_is_truncated(loss):
+def test_against_the_proximal_policy_what_lies_before_is_truncated_at_the_losss_own_level(loss):
     """The loss's own ratio is 1 there; gpg does without any."""
-    found = effective_weights(AlgorithmSection(loss=loss, anchor="proximal"), RATIOS)
-    expected = np.ones(7) if loss == "gpg" else np.minimum(RATIOS, 2.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    found = effective_weights(AlgorithmSection(loss=loss, anchor="proximal"), SEQUENCES)
+    weight = np.minimum(OF_SEQUENCES.get(loss, lambda r: r)(SEQUENCES), 2.0)
+    expected = np.ones(SEQUENCES.shape) if loss == "gpg" else weight
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert (loss in OF_SEQUENCES) == (token_loss.facts(loss).ratio_of == "sequence")
+
+
+def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
+    for loss in token_loss:
+        for anchor in ("behavior", "proximal"):
+            choice = default_correction(loss, anchor)
+            of_token = token_loss.facts(loss).ratio_of == "token"
+            assert not weighs(choice) or (level_of(choice) == "token") == of_token, loss
 
 
 def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(caplog):
@@ -371,7 +445,9 @@ def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(ca
     assert bends(bent)
     check_algorithm(bent, TeacherSection())
     assert len(caplog.records) == 1
-    assert "weighs 1, 1.5, 2, 2, 2, 1.67, 1, without it 1, 1.5, 2, 3, 4, 5, 5." in caplog.text
+    assert "weighs 1, 1.5, 2, 2, 2, 1.67, 1, without the correction 1, 1.5, 2, 3, 4, 5, 5." in (
+        caplog.text
+    )
     assert bending_warning(bent) in caplog.text
     for fine in (
         AlgorithmSection(loss="cispo"),
@@ -379,8 +455,25 @@ def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(ca
         AlgorithmSection(loss="cispo", correction=["opsm", "mis"]),
         AlgorithmSection(loss="cispo", correction="tis", anchor="proximal"),
         AlgorithmSection(loss="ppo_clip", correction="tis"),
+        AlgorithmSection(loss="gspo", correction={"truncate": {"level": "geometric"}}),
+        AlgorithmSection(loss="dppo_tv", correction={"tis": {"cap": 20.0}}),
     ):
         assert not bends(fine)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        ("gspo", "weighs 1, 1, 1, 0.833, 0.75, 0.667, 0.6, without the correction 1, 1, 1, 1,"),
+        ("geo_mean", "a token of advantage -1 with"),
+        ("dppo_tv", "weighs 1, 1.5, 2, 2, 2, 2, 2, without the correction 1, 1.5, 2, 3, 4, 6, 10."),
+        ("dppo_kl", "weighs 1, 1.5, 2, 2,"),
+        ("ipo", "weighs 1, 1.5, 2, 2,"),
+    ],
+)
+def test_a_correction_of_tokens_that_bends_another_ratio_is_told(loss, told):
+    bent = AlgorithmSection(loss=loss, correction="tis")
+    assert bends(bent) and told in bending_warning(bent)
 
 
 def test_the_recorded_configuration_says_which_correction_is_used():
@@ -388,7 +481,9 @@ def test_the_recorded_configuration_says_which_correction_is_used():
         return with_correction(Config(run={"job": job}, algorithm=algorithm)).algorithm.correction
 
     assert used() == "truncate_token" and used(loss="cispo") == "none"
-    assert used(loss="topr", anchor="proximal") == "truncate_token"
+    assert used(loss="gspo") == "none"
+    assert used(loss="gspo", anchor="proximal") == {"truncate": {"level": "geometric"}}
+    assert used(loss="topr", anchor="proximal") == "seq_tis"
     assert used(loss="topr", correction=["tis", "opsm"]) == ["tis", "opsm"]
     assert used(loss="somewhere.py:mine") == "truncate_token"
     assert used(job="sft") is None
