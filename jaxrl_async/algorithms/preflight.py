@@ -121,12 +121,12 @@ def bending_warning(algorithm: schema.AlgorithmSection) -> str:
     """Say in numbers what algorithm.correction does to a loss that `bends` says it bends."""
     found = _first_difference(algorithm)
     assert found is not None, "nothing is bent"
-    advantage, *both = found
+    sign, *both = found
     kept, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
     return (
         f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
         f"algorithm.correction={correction_of(algorithm)} is set: a token of advantage "
-        f"{advantage:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
+        f"{sign:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
         f"sequence with one of the inverse ratio, weighs {bent}, without the correction {kept}. "
         "Set algorithm.correction=null for that."
     )
@@ -139,10 +139,10 @@ def _first_difference(
     weights without and with it; None: there is no such advantage."""
     by_default = algorithm.model_copy(update={"correction": None})
     pairs = [(r, 1 / r) for r in RATIOS]
-    for advantage in (1.0, -1.0):
-        kept, bent = (effective_weights(a, pairs, advantage)[:, 0] for a in (by_default, algorithm))
+    for sign in (1.0, -1.0):
+        kept, bent = (effective_weights(a, pairs, sign)[:, 0] for a in (by_default, algorithm))
         if not np.allclose(kept, bent, rtol=1e-4):
-            return advantage, kept, bent
+            return sign, kept, bent
     return None
 
 

@@ -308,7 +308,7 @@ SEQUENCES = np.array(
     + [[r] * 3 for r in (0.3, 0.9, 1.0002, 1.1, 1.5, 4.0, 50.0)]
     + [[r, 1.0, 2.5] for r in (0.2, 0.75, 1.3, 10.0)]
 )
-"""Ratios policy / behavior of the tokens of a sequence: with a product of 1, all alike, and mixed."""
+"""Ratios policy / behavior of a sequence's tokens: with a product of 1, all alike, and mixed."""
 BEHAVIOR = np.exp(-5.0)
 """Probability of each token under the policy that sampled it."""
 
@@ -333,7 +333,7 @@ def sapo_weight(r, a):
 
 
 def gmpo_weight(r, a):
-    """GMPO, eq. 4: the geometric mean of ratios that are cut on one side; what is cut is constant."""
+    """GMPO, eq. 4: the geometric mean of ratios cut on one side; what is cut is constant."""
     bound = np.exp(0.4) if a > 0 else np.exp(-0.4)
     cut = r > bound if a > 0 else r < bound
     return np.where(cut, 0.0, mean_of(np.where(cut, bound, r)))
@@ -413,7 +413,7 @@ def test_a_rare_token_within_the_trust_region_counts_with_its_whole_ratio(loss, 
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
 @pytest.mark.parametrize("x", [1.0, 1.5, 2.0])
 def test_a_loss_of_sequences_has_no_ratio_of_a_token(loss, x):
-    """Log ratios +x and -x: the sequence's ratio is 1, so both tokens weigh 1 (GSPO, eq. 5 to 7)."""
+    """Log ratios +x and -x: the sequence's ratio is 1, and both tokens weigh 1 (eq. 5 to 7)."""
     found = effective_weights(AlgorithmSection(loss=loss), np.exp([[x, -x]]))
     np.testing.assert_allclose(found, [[1.0, 1.0]], rtol=1e-5)
 
