@@ -1,11 +1,13 @@
 """What the trainer needs to be exact: sampling masks and log-probs of both distributions."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
 from whole_rows import row_states
 
 from jaxrl_async.model.decoder import output_head
+from jaxrl_async.sampler.device.sampling import Controls, truncated_logits
 from jaxrl_async.types import SamplingParams
 
 
@@ -59,6 +61,20 @@ def test_masks_and_both_log_probs_are_those_of_the_definition(sampling) -> None:
             assert kept.tolist() == np.flatnonzero(wanted).tolist()
         else:
             assert len(kept) == VOCAB
+
+
+def test_a_request_that_truncates_nothing_keeps_every_token_whatever_its_neighbours_ask_for():
+    """Logits down to -70: in float32 the likelier tokens already add up to 1 before the tail."""
+    logits = jnp.asarray(np.linspace(0, -70, 101)[None].repeat(6, 0), jnp.float32)
+    of_slots = Controls(
+        temperature=np.ones(6, np.float32),
+        top_k=np.array([0, 0, 90, 0, 3, 0], np.int32),
+        top_p=np.array([1, 0.5, 1, 1, 1, 0.9], np.float32),
+        min_p=np.array([0, 0, 0, 0.1, 0, 0.5], np.float32),
+    )
+    kept = np.isfinite(np.asarray(truncated_logits(logits, of_slots)))
+    assert kept.sum(1).tolist() == [101, 1, 90, 4, 3, 1]
+    assert all(row[:n].all() for row, n in zip(kept, kept.sum(1), strict=True)), "the likeliest"
 
 
 @pytest.mark.slow

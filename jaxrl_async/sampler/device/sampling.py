@@ -119,7 +119,8 @@ def truncated_logits(logits: Array, controls: Controls) -> Array:
     kept = jnp.where(ranked >= floor, ranked, MASKED)
     probabilities = jax.nn.softmax(kept, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    in_nucleus = (before < controls.top_p[:, None]) & (kept > MASKED)
+    top_p = controls.top_p[:, None]
+    in_nucleus = ((before < top_p) | (top_p >= 1)) & (kept > MASKED)  # their rounded sum may be 1
     nucleus_floor = jnp.min(jnp.where(in_nucleus, kept, jnp.inf), axis=-1, keepdims=True)
     likely_floor = ranked[:, :1] + jnp.log(controls.min_p)[:, None]
     return jnp.where(logits >= jnp.maximum(nucleus_floor, likely_floor), logits, MASKED)
