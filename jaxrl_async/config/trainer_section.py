@@ -16,7 +16,8 @@ class TrainerSection(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Largest global norm of the gradients; larger ones are scaled down."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, of matrices (adapters' and value heads', too), not of norms
+    and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay rate of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -90,7 +90,9 @@ def _packed_table(table: dict[str, Weight], form: BaseForm) -> dict[str, Weight]
     for name, weight in table.items():
         if is_matrix(name, weight):
             layers[name] = _with_inputs(weight, 2)
-            layers[name + form.ending] = replace(_scales_of(name, weight, form), init="ones")
+            layers[name + form.ending] = replace(
+                _scales_of(name, weight, form), init="ones", decays=False
+            )
     return layers
 
 

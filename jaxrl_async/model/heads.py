@@ -53,10 +53,12 @@ def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
     al. 2020 (arXiv:2009.01325), app. B.1."""
     d = spec.width
     kernel = Weight(
-        shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal", fan_in=d + 1,
-        hf="score.weight", hf_shape=(1, d),
+        shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal",
+        decays=True, fan_in=d + 1, hf="score.weight", hf_shape=(1, d),
     )  # fmt: skip
-    bias = Weight(shape=(1,), axes=("one",), init="zeros", hf="score.bias", hf_shape=(1,))
+    bias = Weight(
+        shape=(1,), axes=("one",), init="zeros", decays=False, hf="score.bias", hf_shape=(1,)
+    )
     return {"kernel": kernel, "bias": bias} if head == "value" else {"kernel": kernel}
 
 

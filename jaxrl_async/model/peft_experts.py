@@ -178,11 +178,11 @@ def file_table(
             numbers = whole[stack][first].numbers
             ranks = experts * lora.rank * (1 if one_input else len(parts))
             table[stack][first + LORA_A] = Weight(
-                shape=(layers, inputs, ranks), axes=("layers", "", ""), init="uniform",
+                shape=(layers, inputs, ranks), axes=("layers", "", ""), init="uniform", decays=True,
                 hf=f"{module}.lora_A.weight", hf_shape=(ranks, inputs), numbers=numbers,
             )  # fmt: skip
             table[stack][first + LORA_B] = Weight(
-                shape=(layers, ranks, outputs), axes=("layers", "", ""), init="off",
+                shape=(layers, ranks, outputs), axes=("layers", "", ""), init="off", decays=True,
                 hf=f"{module}.lora_B.weight", hf_shape=(outputs, ranks), numbers=numbers,
             )  # fmt: skip
     return table

@@ -67,6 +67,7 @@ def _with_scales(stack: dict[str, Weight]) -> dict[str, Weight]:
             shape=_without(weight.shape, weight),
             axes=_without(weight.axes, weight),
             init="ones",
+            decays=False,
         )
         for name, weight in stack.items()
         if is_matrix(name, weight)

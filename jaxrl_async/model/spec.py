@@ -296,6 +296,9 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
+    decays: bool | None = None
+    """Whether weight decay applies: to matrices, not to norms and biases. None, which no weight of
+    ours has: where it begins as random numbers."""
     fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5; for uniform: the bound
     hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} if stacked over those
     hf_shape: tuple[int, ...] = ()  # shape of one there, as stored (a Linear stores [out, in])
@@ -308,6 +311,11 @@ class Weight:
     layer as they are stacked here. None: files hold experts one by one, or there are none."""
     numbers: tuple[int, ...] = ()
     """The numbers of the layers that are stacked, for names in files."""
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether weight decay applies."""
+        return self.init not in ("ones", "zeros") if self.decays is None else self.decays
 
     @property
     def stacked(self) -> int:
@@ -336,17 +344,18 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
     d, v = spec.width, spec.vocab
     table: dict[str, Any] = {
         "embed": Weight(
-            shape=(v, d), axes=("vocab", "embed"), init="normal", fan_in=d,
+            shape=(v, d), axes=("vocab", "embed"), init="normal", decays=True, fan_in=d,
             hf="model.embed_tokens.weight", hf_shape=(v, d),
         ),
         **{stack: _stacked(spec, stack, numbers) for stack, numbers in spec.stacks.items()},
         "final_norm": Weight(
-            shape=(d,), axes=("embed",), init=_of_norms(spec), hf="model.norm.weight", hf_shape=(d,)
+            shape=(d,), axes=("embed",), init=_of_norms(spec), decays=False,
+            hf="model.norm.weight", hf_shape=(d,),
         ),
     }  # fmt: skip
     if not spec.tied:
         table["lm_head"] = Weight(
-            shape=(d, v), axes=("embed", "vocab"), init="normal", fan_in=d,
+            shape=(d, v), axes=("embed", "vocab"), init="normal", decays=True, fan_in=d,
             hf="lm_head.weight", hf_shape=(v, d),
         )  # fmt: skip
     return table if spec.own is None else table | _outer_table(spec, spec.own)
@@ -437,7 +446,7 @@ def _norm_table(spec: ModelSpec) -> dict[str, Weight]:
 
     def norm(name: str, axes: tuple[str, ...], *shape: int) -> Weight:
         return Weight(
-            shape=shape, axes=axes, init=_of_norms(spec),
+            shape=shape, axes=axes, init=_of_norms(spec), decays=False,
             hf=f"{_module(spec, name)}.weight", hf_shape=(math.prod(shape),),
         )  # fmt: skip
 
@@ -467,26 +476,31 @@ def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
         wide = 2 * k if spec.attention_gated and name == "q" else k  # a head's gate behind it
         stored = (h + 2 * n) * k if joined else count * wide
         table[name] = Weight(
-            shape=(d, count, wide), axes=("embed", axis, "head_dim"), init="normal", fan_in=d,
-            hf=f"{module}.weight", hf_shape=(stored, d), hf_rows=rows,
+            shape=(d, count, wide), axes=("embed", axis, "head_dim"), init="normal", decays=True,
+            fan_in=d, hf=f"{module}.weight", hf_shape=(stored, d), hf_rows=rows,
         )  # fmt: skip
         if spec.attention_bias:
             table[name + "_bias"] = Weight(
-                shape=(count, k), axes=(axis, "head_dim"), init="zeros",
+                shape=(count, k), axes=(axis, "head_dim"), init="zeros", decays=False,
                 hf=f"{module}.bias", hf_shape=(stored,), hf_rows=rows,
             )  # fmt: skip
         first += count * k
     table["o"] = Weight(
-        shape=(h, k, d), axes=("heads", "head_dim", "embed"), init="normal", fan_in=h * k,
-        hf=f"{_module(spec, 'o')}.weight", hf_shape=(d, h * k),
+        shape=(h, k, d), axes=("heads", "head_dim", "embed"), init="normal", decays=True,
+        fan_in=h * k, hf=f"{_module(spec, 'o')}.weight", hf_shape=(d, h * k),
     )  # fmt: skip
     if spec.sinks:
         table["sinks"] = Weight(
-            shape=(h,), axes=("heads",), init="zeros", hf=_module(spec, "sinks"), hf_shape=(h,)
+            shape=(h,),
+            axes=("heads",),
+            init="zeros",
+            decays=False,
+            hf=_module(spec, "sinks"),
+            hf_shape=(h,),
         )
     if spec.output_bias:
         table["o_bias"] = Weight(
-            shape=(d,), axes=("embed",), init="zeros",
+            shape=(d,), axes=("embed",), init="zeros", decays=False,
             hf=f"{_module(spec, 'o')}.bias", hf_shape=(d,),
         )  # fmt: skip
     return table
@@ -503,13 +517,15 @@ def delta_table(spec: ModelSpec, delta: DeltaNet) -> dict[str, Weight]:
         size = math.prod(shape)
         return Weight(
             shape=(d, *shape), axes=("embed", "heads", "head_dim")[: 1 + len(shape)],
-            init="normal", fan_in=d, hf=f"{_module(spec, name)}.weight",
+            init="normal", decays=True, fan_in=d, hf=f"{_module(spec, name)}.weight",
             hf_shape=(stored or size, d), hf_rows=(first, first + size) if stored else None,
         )  # fmt: skip
 
     def vector(name: str, axis: str, size: int, init: Init, ending: str = "") -> Weight:
         module = _module(spec, name) + ending
-        return Weight(shape=(size,), axes=(axis,), init=init, hf=module, hf_shape=(size,))
+        return Weight(
+            shape=(size,), axes=(axis,), init=init, decays=False, hf=module, hf_shape=(size,)
+        )
 
     if delta.grouped:
         together = delta.shared_by
@@ -532,7 +548,7 @@ def delta_table(spec: ModelSpec, delta: DeltaNet) -> dict[str, Weight]:
             )
         table["delta_conv_" + name] = Weight(
             shape=(count, width, delta.kernel), axes=("heads", "head_dim", ""), init="uniform",
-            fan_in=delta.kernel, hf=f"{_module(spec, 'delta_conv')}.weight",
+            decays=True, fan_in=delta.kernel, hf=f"{_module(spec, 'delta_conv')}.weight",
             hf_shape=(channels, 1, delta.kernel), hf_rows=(first, last),
         )  # fmt: skip
         first = last
@@ -542,7 +558,7 @@ def delta_table(spec: ModelSpec, delta: DeltaNet) -> dict[str, Weight]:
         "delta_norm": vector("delta_norm", "head_dim", wide, "ones", ".weight"),
         "delta_out": Weight(
             shape=(values, wide, d), axes=("heads", "head_dim", "embed"), init="normal",
-            fan_in=values * wide, hf=f"{_module(spec, 'delta_out')}.weight",
+            decays=True, fan_in=values * wide, hf=f"{_module(spec, 'delta_out')}.weight",
             hf_shape=(d, values * wide),
         ),
     }  # fmt: skip
@@ -555,13 +571,13 @@ def latent_table(spec: ModelSpec, latent: Latent) -> dict[str, Weight]:
     def matrix(name: str, axes: tuple[str, ...], *shape: int, inputs: int) -> Weight:
         outputs = math.prod(shape) // inputs
         return Weight(
-            shape=shape, axes=axes, init="normal", fan_in=inputs,
+            shape=shape, axes=axes, init="normal", decays=True, fan_in=inputs,
             hf=f"{_module(spec, name)}.weight", hf_shape=(outputs, inputs),
         )  # fmt: skip
 
     def norm(name: str, width: int) -> Weight:
         return Weight(
-            shape=(width,), axes=("latent",), init="ones",
+            shape=(width,), axes=("latent",), init="ones", decays=False,
             hf=f"{_module(spec, name)}.weight", hf_shape=(width,),
         )  # fmt: skip
 
@@ -591,12 +607,12 @@ def _mlp_table(spec: ModelSpec, f: int, prefix: str = "") -> dict[str, Weight]:
     for i, name in enumerate(("gate", "up")):
         module = "mlp.gate_up_proj" if joined else _module(spec, prefix + name)
         table[prefix + name] = Weight(
-            shape=(d, f), axes=("embed", "mlp"), init="normal", fan_in=d,
+            shape=(d, f), axes=("embed", "mlp"), init="normal", decays=True, fan_in=d,
             hf=f"{module}.weight", hf_shape=(2 * f if joined else f, d),
             hf_rows=(i * f, i * f + f) if joined else None,
         )  # fmt: skip
     table[prefix + "down"] = Weight(
-        shape=(f, d), axes=("mlp", "embed"), init="normal", fan_in=f,
+        shape=(f, d), axes=("mlp", "embed"), init="normal", decays=True, fan_in=f,
         hf=f"{_module(spec, prefix + 'down')}.weight", hf_shape=(d, f),
     )  # fmt: skip
     return table
@@ -610,7 +626,7 @@ def _expert_table(spec: ModelSpec) -> dict[str, Weight]:
     shapes = {"gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
     return {
         name: Weight(
-            shape=shape, axes=EXPERT_AXES[name], init="normal", fan_in=shape[1],
+            shape=shape, axes=EXPERT_AXES[name], init="normal", decays=True, fan_in=shape[1],
             hf=f"{_module(spec, 'expert_' + name)}.weight", hf_shape=(shape[2], shape[1]),
         )
         for name, shape in shapes.items()
@@ -627,12 +643,12 @@ def _stacked_experts(spec: ModelSpec) -> dict[str, Weight]:
         axes, stored = EXPERT_AXES[name], outputs * every[1]
         module = "mlp.experts.down_proj" if name == "down" else "mlp.experts.gate_up_proj"
         table[name] = Weight(
-            shape=(e, inputs, outputs), axes=axes, init="normal", fan_in=inputs,
+            shape=(e, inputs, outputs), axes=axes, init="normal", decays=True, fan_in=inputs,
             hf=module, hf_shape=(e, inputs, stored), hf_every=every,
         )  # fmt: skip
         if spec.expert_biases:
             table[name + BIAS] = Weight(
-                shape=(e, outputs), axes=(axes[0], axes[2]), init="zeros",
+                shape=(e, outputs), axes=(axes[0], axes[2]), init="zeros", decays=False,
                 hf=f"{module}_bias", hf_shape=(e, stored), hf_every=every,
             )  # fmt: skip
     return table
@@ -643,23 +659,23 @@ def _router_table(spec: ModelSpec) -> dict[str, Weight]:
     d, e = spec.width, spec.experts
     table = {
         "router": Weight(
-            shape=(d, e), axes=("embed", "router"), init="normal", fan_in=d,
+            shape=(d, e), axes=("embed", "router"), init="normal", decays=True, fan_in=d,
             hf=f"{_module(spec, 'router')}.weight", hf_shape=(e, d),
         )
     }  # fmt: skip
     if spec.router.bias:
         table["router" + BIAS] = Weight(
-            shape=(e,), axes=("router",), init="zeros",
+            shape=(e,), axes=("router",), init="zeros", decays=False,
             hf=f"{_module(spec, 'router')}.bias", hf_shape=(e,),
         )  # fmt: skip
     if spec.router.corrected:
         table["correction"] = Weight(
-            shape=(e,), axes=("router",), init="zeros", hf=_module(spec, "correction"),
-            hf_shape=(e,),
+            shape=(e,), axes=("router",), init="zeros", decays=False,
+            hf=_module(spec, "correction"), hf_shape=(e,),
         )  # fmt: skip
     if spec.shared_gated:
         table["shared_router"] = Weight(
-            shape=(d, 1), axes=("embed", "router"), init="normal", fan_in=d,
+            shape=(d, 1), axes=("embed", "router"), init="normal", decays=True, fan_in=d,
             hf=f"{_module(spec, 'shared_router')}.weight", hf_shape=(1, d),
         )  # fmt: skip
     return table

@@ -537,9 +537,5 @@ def _float32(params: Params) -> Params:
 
 
 def decayed(table: Any) -> Any:
-    """Return a tree of bool: weight decay applies to matrices, not to norms and biases."""
-    return jax.tree.map(_is_matrix, table, is_leaf=lambda w: isinstance(w, Weight))
-
-
-def _is_matrix(weight: Weight) -> bool:
-    return weight.init in ("normal", "uniform", "narrow", "off")
+    """Return a tree of bool: where weight decay applies, as each weight declares."""
+    return jax.tree.map(lambda w: w.is_decayed, table, is_leaf=lambda w: isinstance(w, Weight))
