@@ -80,9 +80,10 @@ class AlgorithmSection(Section):
     """Worked answers per step for that loss, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How the token losses are averaged into one number."""
-    keep_sampling_mask: bool = False
+    keep_sampling_mask: bool | None = None
     """Take the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p left to
-    draw from."""
+    draw from; null: yes, if one of these leaves any out. false there: over the whole vocabulary,
+    with a biased ratio."""
     keep_routing: bool = False
     """Replay the sampler's choice of experts in the trainer (R3, routing replay);
     mixture-of-experts models only."""

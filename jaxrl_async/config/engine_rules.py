@@ -54,11 +54,11 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     engine, algorithm = config.sampler.engine, config.algorithm
     if engine == "ours":
         return
-    if algorithm.keep_sampling_mask:
+    if config.keeps_masks or algorithm.keep_sampling_mask:
         yield (
-            "algorithm.keep_sampling_mask needs the sampling mask of each token, which is not read "
-            f"from sampler.engine={engine}. Set it to false, and sampler.top_k=0, top_p=1 and "
-            "min_p=0."
+            "algorithm.keep_sampling_mask (null: true with sampler.top_k, top_p or min_p) needs "
+            f"the sampling mask of each token, which is not read from sampler.engine={engine}. Set "
+            "top_k=0, top_p=1 and min_p=0, or accept a biased ratio with keep_sampling_mask=false."
         )
     if algorithm.keep_routing:
         yield (

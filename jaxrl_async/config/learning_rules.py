@@ -60,11 +60,15 @@ def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
 @rule()
 def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
     """Require no comparison of whole distributions where sampling masks hide part of them."""
-    if config.algorithm.keep_sampling_mask and (_whole_kl(config) or _distils_by_loss(config)):
+    kept = config.keeps_masks or config.algorithm.keep_sampling_mask
+    if kept and (_whole_kl(config) or _distils_by_loss(config)):
+        s = config.sampler
         yield (
-            "algorithm.keep_sampling_mask looks at some tokens of the vocabulary, and "
-            "algorithm.kl=full or teacher.form=loss at all of them. Set algorithm.kl=k3 and "
-            "teacher.form=advantage, or sample without top_k, top_p and min_p."
+            f"sampler.top_k={s.top_k}, top_p={s.top_p:g} and min_p={s.min_p:g} with "
+            "algorithm.keep_sampling_mask (null: kept where one of these leaves tokens out) look "
+            "at some tokens of the vocabulary, and algorithm.kl=full or teacher.form=loss at all "
+            "of them. Set algorithm.kl=k3 and teacher.form=advantage, or sample without top_k, "
+            "top_p and min_p, or accept a biased ratio with keep_sampling_mask=false."
         )
 
 

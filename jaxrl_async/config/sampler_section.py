@@ -63,6 +63,11 @@ class SamplerSection(Section):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this probability relative to the likeliest token."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p leave some tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class StalenessSection(Section):
     max_staleness: NonNegative = 1

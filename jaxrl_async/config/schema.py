@@ -144,6 +144,11 @@ class Config(Section):
         return self.algorithm.kl_coefficient > 0 or self.pairs.refers
 
     @property
+    def keeps_masks(self) -> bool:
+        """Whether sampling masks go with the tokens to the trainer."""
+        return self.sampler.truncates and self.algorithm.keep_sampling_mask is not False
+
+    @property
     def lowest_limit(self) -> int:
         """Smallest staleness target: the least that fills a step; with drop 1, since at 0 all
         groups under way at an update would be dropped."""

@@ -186,7 +186,7 @@ def micro_batch(
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
-        "kept": keeps_masks(config.sampler, config.algorithm),
+        "kept": keeps_masks(config),
         "expert_ids": config.algorithm.keep_routing,
     }
     there = pass_columns_of(config) | {name for name, is_there in others.items() if is_there}

@@ -321,7 +321,8 @@ BROKEN = {
         "algorithm": {"kl": "full", "kl_coefficient": 0.1, "kl_in": "reward", "advantage": "rloo"}
     },
     "masked_sampling_compares_no_whole_distribution": {
-        "algorithm": {"kl": "full", "kl_coefficient": 0.1, "keep_sampling_mask": True}
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1},
+        "sampler": {"top_p": 0.9},
     },
     "a_kl_in_the_loss_has_a_gradient": {"algorithm": {"kl": "k1", "kl_coefficient": 0.1}},
     "a_kl_in_the_reward_is_not_blown_up": {"algorithm": {"kl_in": "reward", "kl_coefficient": 0.1}},
@@ -526,6 +527,7 @@ ELSEWHERE = (
     ("override", "told"),
     [
         ("algorithm.keep_sampling_mask=true", "sampling mask of each token"),
+        ("sampler.top_p=0.9", "sampling mask of each token"),
         ("algorithm.keep_routing=true", "experts of each token"),
         ("weights.dtype=int8", "a format of our sampler"),
         ("remote.transfer=tcp", "reads weights from files"),

@@ -179,8 +179,12 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
     ("sampler", "keep", "wanted", "said"),
     [
         ({"top_k": 5}, True, True, None),
+        ({"top_k": 5}, None, True, None),
+        ({"top_p": 0.9}, None, True, None),
+        ({"min_p": 0.1}, None, True, None),
+        ({"temperature": 0.7}, None, False, None),
         ({"top_k": 5}, False, False, "the ratio is biased"),
-        ({"top_p": 0.9}, False, False, "Set algorithm.keep_sampling_mask=true"),
+        ({"top_p": 0.9}, False, False, "Set algorithm.keep_sampling_mask=null"),
         ({}, True, False, "algorithm.keep_sampling_mask does nothing here"),
         ({}, False, False, None),
     ],
@@ -191,7 +195,7 @@ def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, wan
         algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
     )
     with caplog.at_level(logging.INFO):
-        assert keeps_masks(config.sampler, config.algorithm) is wanted
+        assert keeps_masks(config) is wanted
     assert len(caplog.messages) == (said is not None)
     assert said is None or said in caplog.text
 

@@ -41,7 +41,7 @@ KINDS = {
     "divided": ("mesh.sampler.tensor=2", "mesh.samplers=2"),
     "eight bits": ("weights={dtype: int8, checksum: true}",),
     "adapters": ("model.lora={rank: 2, alpha: 4, base: nf4}",),
-    "masks": ("sampler.top_k=4", "algorithm.keep_sampling_mask=true"),
+    "masks": ("sampler.top_k=4",),
 }
 
 
@@ -214,10 +214,14 @@ def test_ahead_or_not_is_the_users_choice(tmp_path, monkeypatch):
         ((), [Mix(), Mix(greedy=True)]),
         (("eval.every=0",), [Mix()]),
         (("eval.temperature=0.5",), [Mix()]),
-        (("sampler.min_p=0.1",), [Mix(truncated=True), Mix(greedy=True)]),
+        (("sampler.min_p=0.1",), [Mix(truncated=True, extras=True), Mix(greedy=True)]),
+        (
+            ("sampler.min_p=0.1", "algorithm.keep_sampling_mask=false"),
+            [Mix(truncated=True), Mix(greedy=True)],
+        ),
         (("algorithm.keep_sampling_mask=true",), [Mix(), Mix(greedy=True)]),
         (
-            ("sampler.top_p=0.9", "algorithm.keep_sampling_mask=true"),
+            ("sampler.top_p=0.9",),
             [Mix(truncated=True, extras=True), Mix(greedy=True)],
         ),
     ],

@@ -214,7 +214,6 @@ def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
         "algorithm.advantage=rloo",
         "algorithm.loss={ppo_clip: {clip_high: 0.28}}",
         "algorithm.aggregate={constant: {divisor: 16}}",
-        "algorithm.keep_sampling_mask=true",
         "sampler.temperature=0.7",
         "sampler.top_k=5",
         "run.steps=2",

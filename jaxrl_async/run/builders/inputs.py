@@ -90,7 +90,7 @@ def check_inputs(
     scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults, task)
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
-    keep_mask = keeps_masks(config.sampler, config.algorithm)
+    keep_mask = keeps_masks(config)
     check_advisers(config, spec, tokenizer)
     check_kv_fits(config, spec, slices)
     note_process_rewards(config)

@@ -310,25 +310,24 @@ def sampling_params(section: SamplerSection) -> SamplingParams:
     )
 
 
-def keeps_masks(section: SamplerSection, algorithm: AlgorithmSection) -> bool:
+def keeps_masks(config: Config) -> bool:
     """Return whether sampling masks go with the tokens; log it if they are missing or useless."""
-    s, wanted = section, algorithm.keep_sampling_mask
-    truncates = sampling_params(s).truncates
-    if wanted and not truncates:
+    s, wanted = config.sampler, config.algorithm.keep_sampling_mask
+    if wanted and not s.truncates:
         log.info(
             "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
             "the whole vocabulary to draw from"
         )
-    if truncates and not wanted:
+    if s.truncates and not config.keeps_masks:
         log.warning(
             "sampler.top_k=%d, top_p=%g, min_p=%g cut the distribution that tokens are drawn from, "
             "while the trainer takes log-probs over the whole vocabulary: the ratio is biased, see "
-            "mismatch/mean. Set algorithm.keep_sampling_mask=true.",
+            "mismatch/mean. Set algorithm.keep_sampling_mask=null.",
             s.top_k,
             s.top_p,
             s.min_p,
         )
-    return wanted and truncates
+    return config.keeps_masks
 
 
 def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:

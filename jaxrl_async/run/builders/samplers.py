@@ -21,7 +21,6 @@ from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.ports import Generate, Publisher, Replica
 from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
@@ -238,9 +237,8 @@ def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> P
 
 def asked_mixes(config: Config) -> tuple[Mix, ...]:
     """Return the samplings that a run's requests ask for: training's, and an evaluation's."""
-    drawn, keeps_masks = sampling_params(config.sampler), config.algorithm.keep_sampling_mask
-    truncated = drawn.truncates
-    mixes = [Mix(truncated, drawn.temperature == 0, truncated and keeps_masks)]
+    drawn = config.sampler
+    mixes = [Mix(drawn.truncates, drawn.temperature == 0, config.keeps_masks)]
     if config.eval.every:
         mixes.append(Mix(greedy=config.eval.temperature == 0))
     return tuple(dict.fromkeys(mixes))
