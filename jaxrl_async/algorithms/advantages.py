@@ -25,7 +25,7 @@ from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, 
 from jaxrl_async.config import function_facts
 from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, StopReason
+from jaxrl_async.types import BoolArray, Episode, EpisodeGroup, FloatArray, StopReason
 
 Doubles = NDArray[np.float64]
 PerToken = tuple[tuple[FloatArray, ...], ...]  # per group, per episode: [length] float32
@@ -49,6 +49,9 @@ class StepData:
     )
     last_values: tuple[Doubles, ...] | None = (
         None  # per group [episodes] float64: a critic's value of the state after the last token
+    )
+    compared: tuple[BoolArray, ...] | None = (
+        None  # per group [episodes]: whom algorithm.baseline compares; None: all
     )
 
 

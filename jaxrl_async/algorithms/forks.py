@@ -94,6 +94,8 @@ def data_with_references(data: StepData) -> StepData:
         values=values
         and tuple((*of, *(of[t] for t in at)) for of, at in zip(values, trunks, strict=True)),
         last_values=last and tuple(_repeated(v, t) for v, t in zip(last, trunks, strict=True)),
+        compared=data.compared
+        and tuple(np.append(c, c[t]) for c, t in zip(data.compared, trunks, strict=True)),
     )
 
 

@@ -3,18 +3,23 @@
     groups  (a a b b b)  (a b)  ──by_peers──>  (a a)  (b b b)  (a)  (b)  ──estimator──┐
     advantages of (a a b b b)  (a b)  <──────────────────────────────of_groups────────┘
 
-Estimators see each word's episodes as a group of its own. Pure host code.
+Estimators see each word's episodes as a group of its own, and of these the ones that are compared
+(StepData.compared, algorithm.baseline). Pure host code.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxrl_async.algorithms.advantages import AdvantageFn, PerToken, StepAdvantages, StepData
 from jaxrl_async.algorithms.forks import data_with_references, without_references
 from jaxrl_async.types import EpisodeGroup
 
 T = TypeVar("T")
+D = TypeVar("D", bound=np.generic)
 Classes = list[list[int]]
 """For each word of a group, in the order of its first episode, the indices of its episodes."""
 
@@ -38,18 +43,29 @@ def by_peers(data: StepData) -> StepData:
     classes = [classes_of(group) for group in data.groups]
     if all(len(of) == 1 for of in classes):
         return data
-    return replace(
-        data,
-        groups=tuple(part for group in data.groups for part in split_group(group)),
-        rewards=tuple(
-            r[indices] for r, of in zip(data.rewards, classes, strict=True) for indices in of
-        ),
-        token_rewards=data.token_rewards and _parted(data.token_rewards, classes),
-        values=data.values and _parted(data.values, classes),
-        last_values=data.last_values
-        and tuple(
-            v[indices] for v, of in zip(data.last_values, classes, strict=True) for indices in of
-        ),
+    return picked(data, [(g, indices) for g, of in enumerate(classes) for indices in of])
+
+
+def picked(data: StepData, parts: Sequence[tuple[int, Sequence[int]]]) -> StepData:
+    """Return a step with a group for each (index of a group, indices of its episodes)."""
+
+    def of(columns: Sequence[Sequence[T]] | None) -> tuple[tuple[T, ...], ...] | None:
+        if columns is None:
+            return None
+        return tuple(tuple(columns[g][i] for i in chosen) for g, chosen in parts)
+
+    def arrays(columns: Sequence[NDArray[D]] | None) -> tuple[NDArray[D], ...] | None:
+        if columns is None:
+            return None
+        return tuple(columns[g][list(chosen)] for g, chosen in parts)
+
+    return StepData(
+        groups=tuple(_part_of(data.groups[g], chosen) for g, chosen in parts),
+        rewards=arrays(data.rewards) or (),
+        token_rewards=of(data.token_rewards),
+        values=of(data.values),
+        last_values=arrays(data.last_values),
+        compared=arrays(data.compared),
     )
 
 
@@ -62,17 +78,48 @@ def of_groups(learnt: StepAdvantages, groups: Sequence[EpisodeGroup]) -> StepAdv
     return StepAdvantages(advantages=_together(learnt.advantages, classes), returns=returns)
 
 
-def compared_with_peers(data: StepData, advantage: AdvantageFn, *, trunk: str) -> StepAdvantages:
+def compared_with_peers(
+    data: StepData, advantage: AdvantageFn, *, trunk: str, least: int = 2
+) -> StepAdvantages:
     """Estimate the advantages of a step, each episode among its peers.
 
     Args:
         data: the step.
         advantage: the estimator.
         trunk: as in forks.without_references.
+        least: as in `among_compared`.
     """
     whole = data_with_references(data)
-    learnt = of_groups(advantage(by_peers(whole)), whole.groups)
+    learnt = of_groups(among_compared(by_peers(whole), advantage, least), whole.groups)
     return learnt if whole is data else without_references(learnt, data, trunk=trunk)
+
+
+def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAdvantages:
+    """Estimate the advantages among the episodes that are compared (StepData.compared).
+
+    All others get 0, and so do all of a group with fewer than `least` that are compared. With rloo
+    it is RLOO-N of Marin (MarinSkyRL, compute_rloo_n_outcome_advantage).
+    """
+    if data.compared is None:
+        return advantage(data)
+    chosen = [np.flatnonzero(c).tolist() for c in data.compared]
+    parts = [(g, of) for g, of in enumerate(chosen) if len(of) >= least]
+    advantages = [[np.zeros(len(e.drawn), np.float32) for e in g.episodes] for g in data.groups]
+    if parts:
+        learnt = advantage(picked(data, parts))
+        assert learnt.returns is None, "a critic's returns are of all episodes"
+        for (group, of), found in zip(parts, learnt.advantages, strict=True):
+            for index, values in zip(of, found, strict=True):
+                advantages[group][index] = values
+    return StepAdvantages(advantages=tuple(tuple(of) for of in advantages))
+
+
+def num_too_few(data: StepData, least: int) -> int:
+    """Count the episodes that are compared and learn nothing, for want of others."""
+    if data.compared is None:
+        return 0
+    parts = by_peers(data_with_references(data)).compared or ()
+    return sum(n for c in parts if 0 < (n := int(np.count_nonzero(c))) < least)
 
 
 def _part_of(group: EpisodeGroup, indices: Sequence[int]) -> EpisodeGroup:
@@ -80,16 +127,6 @@ def _part_of(group: EpisodeGroup, indices: Sequence[int]) -> EpisodeGroup:
         group,
         episodes=tuple(group.episodes[i] for i in indices),
         scores=tuple(group.scores[i] for i in indices),
-    )
-
-
-def _parted(
-    columns: Sequence[Sequence[T]], classes: Sequence[Classes]
-) -> tuple[tuple[T, ...], ...]:
-    return tuple(
-        tuple(column[i] for i in indices)
-        for column, of in zip(columns, classes, strict=True)
-        for indices in of
     )
 
 

@@ -81,6 +81,11 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
     if algorithm.pivots.continuations:  # and the trunk
         left = min(left, algorithm.pivots.continuations + 1)
     try_advantage(algorithm.advantage, group_size=left)
+    if algorithm.baseline == "unmasked" and needs_critic(algorithm.advantage):
+        raise ConfigError(
+            f"algorithm.baseline=unmasked leaves answers out of what algorithm.advantage = "
+            f"{algorithm.advantage!r} sees, and its critic learns from all. Set baseline=all."
+        )
     aggregate.resolve(algorithm.aggregate)
     if bends(algorithm):
         log.warning(bending_warning(algorithm))

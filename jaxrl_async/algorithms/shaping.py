@@ -4,8 +4,8 @@
 
 A shaping is a pure function Shaped -> Shaped, registered by name and applied in the order of the
 configuration. It may change rewards, mask tokens, or leave episodes out; it counts how often, and
-never changes the groups that it was given. A masked episode still counts in its group's baseline;
-one that is left out does not.
+never changes the groups that it was given. A masked episode still counts in its group's baseline,
+unless `compare_unmasked` takes it out of that; one that is left out does not.
 
 `has_signal` says which groups are worth learning from at all.
 """
@@ -20,8 +20,9 @@ from pydantic import Field
 
 from jaxrl_async.algorithms.advantages import Doubles, StepData, returns_of, step_data
 from jaxrl_async.algorithms.forks import with_references
-from jaxrl_async.algorithms.peers import by_peers, classes_of, split_group
+from jaxrl_async.algorithms.peers import by_peers, classes_of, picked, split_group
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
+from jaxrl_async.config import function_facts
 from jaxrl_async.config.schema import Choice, arguments_of
 from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
 
@@ -44,6 +45,7 @@ class ShapingFacts(NamedTuple):
     """What a shaping declares."""
 
     group_size: str | None = None  # the argument that says how many episodes of a group it keeps
+    masks: bool = False  # it may mask whole episodes
 
 
 shaping: Registry[ShapingFn, ShapingFacts] = Registry("shaping", "algorithm.shaping", ShapingFacts)
@@ -201,7 +203,7 @@ def _by_length(lengths: Doubles, right: NDArray[np.bool_]) -> Doubles:
 # ---- masks
 
 
-@shaping
+@shaping(masks=True)
 def mask_truncated(shaped: Shaped) -> Shaped:
     """Mask episodes that ran into a length limit: their reward is no verdict.
 
@@ -211,7 +213,7 @@ def mask_truncated(shaped: Shaped) -> Shaped:
     return _masked(shaped, cut, "shaping/masked_truncated")
 
 
-@shaping
+@shaping(masks=True)
 def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
     """Mask episodes of more than `max_tokens` drawn tokens, however they ended.
 
@@ -220,6 +222,17 @@ def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
     cut = [[e.num_drawn > max_tokens for e in g.episodes] for g in shaped.data.groups]
     return _masked(shaped, cut, "shaping/masked_overlong")
 
+
+def compare_unmasked(shaped: Shaped) -> Shaped:
+    """Take masked episodes out of what their groups' baselines compare (algorithm.baseline)."""
+    compared = tuple(
+        np.array([m.any() or not e.drawn.any() for e, m in zip(g.episodes, masks, strict=True)])
+        for g, masks in zip(shaped.data.groups, shaped.masks, strict=True)
+    )
+    return replace(shaped, data=replace(shaped.data, compared=compared))
+
+
+shaping.check_known(function_facts.MASKS_EPISODES, lambda facts: facts.masks)
 
 # ---- episodes
 
@@ -274,21 +287,7 @@ def _resampled(
 
 def with_episodes(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
     """Return the step with the chosen episodes of each group only."""
-    data = shaped.data
-    groups = [
-        replace(
-            g,
-            episodes=tuple(g.episodes[i] for i in of_group),
-            scores=tuple(g.scores[i] for i in of_group),
-        )
-        for g, of_group in zip(data.groups, chosen, strict=True)
-    ]
-    small = StepData(
-        groups=tuple(groups),
-        rewards=tuple(r[list(c)] for r, c in zip(data.rewards, chosen, strict=True)),
-        token_rewards=data.token_rewards and _picked(data.token_rewards, chosen),
-        values=data.values and _picked(data.values, chosen),
-    )
+    small = picked(shaped.data, list(enumerate(chosen)))
     return replace(shaped, data=small, masks=_picked(shaped.masks, chosen))
 
 

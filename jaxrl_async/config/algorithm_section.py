@@ -30,6 +30,12 @@ class AlgorithmSection(Section):
     """Transformations of rewards and masks, applied in order before the advantage."""
     advantage: Choice = "group_normalized"
     """Advantage estimator."""
+    baseline: Literal["all", "unmasked"] = "all"
+    """Whom an answer is compared with: all of its group, masked ones included, as in DAPO, or only
+    those that no shaping masks (unmasked; with advantage=rloo it is RLOO-N)."""
+    least_compared: int = Field(2, ge=2)
+    """With baseline=unmasked, fewest answers of a group that must be left to compare: those of a
+    group with fewer get advantage 0, and are counted."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative = 0

@@ -22,6 +22,8 @@ CENTERED_IN_STEP = frozenset({"reinforce_pp", "discounted_batch"})
 one."""
 WEIGHS_PARTS = frozenset({"gdpo"})
 """Advantages that weigh the parts of the reward themselves."""
+MASKS_EPISODES = frozenset({"mask_truncated", "overlong_filter"})
+"""Shapings that may mask whole episodes."""
 WITHOUT_RATIO = frozenset({"gpg"})
 """Losses without a ratio: where nothing is corrected, no anchor is looked at."""
 WHOLE_VOCABULARY = frozenset({"full"})

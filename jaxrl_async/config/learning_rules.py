@@ -178,6 +178,17 @@ def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
+def enough_answers_can_be_compared(config: Config) -> Iterator[str]:
+    """Require a group to have as many answers as must be compared."""
+    a = config.algorithm
+    if a.baseline == "unmasked" and a.least_compared > a.group_size:
+        yield (
+            f"algorithm.least_compared ({a.least_compared}) is more than algorithm.group_size "
+            f"({a.group_size}): all advantages would be 0. Lower it, or raise group_size."
+        )
+
+
+@rule(job="rl")
 def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     """Require tokens that differ for advantages that compare tokens.
 

@@ -212,6 +212,15 @@ def _pairs(config: Config) -> bool:
     return config.pairs.loss is not None
 
 
+def _compares_some(config: Config) -> bool:
+    """Return whether shapings mask answers, and the advantage compares those of a group."""
+    a, name = config.algorithm, name_of(config.algorithm.advantage)
+    shapings = [name_of(choice) for choice in a.shaping]
+    masks = any(s in facts.MASKS_EPISODES or is_own(s) for s in shapings)
+    compares = name in facts.COMPARED_IN_GROUP or name == "discounted" or is_own(name)
+    return masks and compares and not _pairs(config) and config.teacher.rewards > 0
+
+
 def _averages(config: Config) -> bool:
     """Return whether a term of the loss is a mean over tokens; that of pairs is one over pairs."""
     a = config.algorithm
@@ -400,6 +409,18 @@ OF_RL = (
         lambda c: c.algorithm.dynamic_sampling,
         "algorithm.dynamic_sampling=true",
         ("algorithm.dynamic_sampling",),
+    ),
+    Use(
+        ("algorithm.baseline",),
+        _compares_some,
+        "a shaping that masks answers (mask_truncated, overlong_filter, one of your own) and an "
+        "advantage that compares those of a group, such as rloo",
+    ),
+    Use(
+        ("algorithm.least_compared",),
+        lambda c: c.algorithm.baseline == "unmasked",
+        "algorithm.baseline=unmasked",
+        ("algorithm.baseline",),
     ),
     Use(
         ("algorithm.max_resampled",),

@@ -125,7 +125,12 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
             "groups",
             "Groups learnt without their process rewards: older than reward.process.max_age.",
         ),
-        ("shaping/<what>", "episodes", "Episodes whose reward or mask a shaping changed."),
+        (
+            "shaping/<what>",
+            "episodes",
+            "Episodes whose reward or mask a shaping changed; too_few_compared: see "
+            "algorithm.least_compared.",
+        ),
     ),
     *declared(
         Sum,

@@ -14,7 +14,7 @@ from jaxrl_async.algorithms.advantages import AdvantageFn, StepData
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, Source, names_of
 from jaxrl_async.algorithms.kl import KLFn
 from jaxrl_async.algorithms.losses import token_inputs
-from jaxrl_async.algorithms.peers import compared_with_peers
+from jaxrl_async.algorithms.peers import compared_with_peers, num_too_few
 from jaxrl_async.config import schema
 from jaxrl_async.trainer.distill import teacher_advantages
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
@@ -61,7 +61,10 @@ class Credit:
             kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
-        learnt = compared_with_peers(data, self.advantage, trunk=self.algorithm.pivots.trunk)
+        least, trunk = self.algorithm.least_compared, self.algorithm.pivots.trunk
+        learnt = compared_with_peers(data, self.advantage, trunk=trunk, least=least)
+        if data.compared is not None:
+            report["shaping/too_few_compared"] = float(num_too_few(data, least))
         advantages = step.to_rows(learnt.advantages)
         if results.teacher is not None:
             advantages, gap = self.advised(step.batch, advantages, results.teacher)

@@ -35,7 +35,7 @@ from jaxrl_async.algorithms.objective import (
     pass_columns,
 )
 from jaxrl_async.algorithms.process_age import within_age
-from jaxrl_async.algorithms.shaping import ShapingFn, shape, shaping
+from jaxrl_async.algorithms.shaping import ShapingFn, compare_unmasked, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
@@ -223,6 +223,8 @@ class Learner:
         """
         groups, of_process = within_age(groups, version, self._settings.process_max_age)
         shaped = shape(step_data(groups), self._shapings)
+        if self._algorithm.baseline == "unmasked":
+            shaped = compare_unmasked(shaped)
         step = pack_step(
             shaped,
             self._settings.row_length,

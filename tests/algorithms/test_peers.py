@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from jaxrl_async import codec
 from jaxrl_async.algorithms.advantages import StepData, advantage, step_data
-from jaxrl_async.algorithms.peers import by_peers, compared_with_peers, of_groups, split_group
-from jaxrl_async.algorithms.shaping import Shaped, has_signal, shape, shaping
+from jaxrl_async.algorithms.peers import (
+    by_peers,
+    compared_with_peers,
+    num_too_few,
+    of_groups,
+    split_group,
+)
+from jaxrl_async.algorithms.shaping import Shaped, compare_unmasked, has_signal, shape, shaping
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 SEATS = ("first", "second")
@@ -151,3 +157,92 @@ def test_seats_survive_bytes_and_come_back_in_their_order() -> None:
     assert [len(a) for a in of_groups(learnt, data.groups).advantages[0]] == [
         len(e.token_ids) for e in group.episodes
     ]
+
+
+# ---- who is in the baseline
+
+
+def masked(rewards: list[list[float]], cut: list[tuple[int, ...]], peers: str = "") -> StepData:
+    """Groups of these rewards, of which the answers `cut` are masked as too long."""
+    groups = []
+    for number, (of, out) in enumerate(zip(rewards, cut, strict=True)):
+        whole = group_of(number, ("",) * len(of), number)
+        stops = [StopReason.LENGTH if i in out else StopReason.EOS for i in range(len(of))]
+        episodes = tuple(
+            replace(e, stop=stop, peers=peers and peers[i])
+            for i, (e, stop) in enumerate(zip(whole.episodes, stops, strict=True))
+        )
+        scores = tuple(Score(reward=r, parts={"a": r, "b": -2 * r}) for r in of)
+        groups.append(replace(whole, episodes=episodes, scores=scores))
+    return compare_unmasked(shape(step_data(groups), [shaping.resolve("mask_truncated")])).data
+
+
+def numbers(data: StepData, name: str, least: int = 2) -> list[list[float]]:
+    """One number for each answer: that of its last token, which the policy sampled."""
+    found = compared_with_peers(data, advantage[name], trunk="group", least=least)
+    return [[float(a[-1]) for a in of] for of in found.advantages]
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "cut", "wanted"),
+    [
+        ("rloo", [1, 1, 0], (2,), [0, 0, 0]),
+        ("rloo", [1, 1, 0], (), [0.5, 0.5, -1]),
+        ("rloo", [1, 0, 9, 1, -9], (2, 4), [0.5, -1, 0, 0.5, 0]),
+        ("rloo", [3, 0, 9], (2,), [3, -3, 0]),
+        ("group_mean", [1, 0, 9, 1, -9], (2, 4), [1 / 3, -2 / 3, 0, 1 / 3, 0]),
+        ("group_normalized", [1, 0, 9], (2,), [1, -1, 0]),
+        ("maxrl", [1, 0, 9], (2,), [1, -1, 0]),
+        ("rloo", [1, 0, 9], (1, 2), [0, 0, 0]),
+        ("rloo", [1, 0, 9], (0, 1, 2), [0, 0, 0]),
+    ],
+)
+def test_masked_answers_are_in_nobodys_baseline(name, rewards, cut, wanted) -> None:
+    found = numbers(masked([rewards, [1, 0]], [cut, ()]), name)
+    np.testing.assert_allclose(found[0], wanted, atol=1e-5)
+    np.testing.assert_array_equal(found[1], numbers(masked([[1, 0]], [()]), name)[0])
+
+
+@pytest.mark.parametrize("name", sorted(n for n in advantage if n not in ("gae", "reinforce")))
+def test_every_advantage_is_that_of_a_step_without_the_masked_answers(name) -> None:
+    rewards = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    data = masked(rewards, [(1,), (0, 4), ()])
+    kept = [np.flatnonzero(c) for c in data.compared]
+    small = step_data(
+        [
+            replace(
+                g,
+                episodes=tuple(g.episodes[i] for i in of),
+                scores=tuple(g.scores[i] for i in of),
+            )
+            for g, of in zip(data.groups, kept, strict=True)
+        ]
+    )
+    whole = compared_with_peers(data, advantage[name], trunk="group").advantages
+    alone = compared_with_peers(small, advantage[name], trunk="group").advantages
+    for of, values, wanted in zip(kept, whole, alone, strict=True):
+        for index, value in enumerate(values):
+            place = of.tolist().index(index) if index in of else None
+            np.testing.assert_array_equal(value, 0 * value if place is None else wanted[place])
+
+
+def test_a_group_of_which_too_few_are_left_learns_nothing_and_is_counted() -> None:
+    data = masked([[1, 0, 1, 9], [1, 0, 1, 0], [1, 0, 9, 9]], [(3,), (), (1, 2, 3)])
+    assert numbers(data, "rloo", 3)[0] == [0.5, -1, 0.5, 0] and num_too_few(data, 3) == 1
+    assert numbers(data, "rloo", 4)[0] == [0, 0, 0, 0] and num_too_few(data, 4) == 4
+    assert any(numbers(data, "rloo", 4)[1]) and num_too_few(data, 2) == 1
+    assert num_too_few(replace(data, compared=None), 9) == 0
+
+
+def test_seats_are_compared_without_their_masked_answers() -> None:
+    data = masked([[1, 5, 0, 3, 9, 9]], [(4, 5)], peers="ababab")
+    assert numbers(data, "rloo")[0] == [1, 2, -1, -2, 0, 0]
+    assert num_too_few(masked([[1, 5, 0, 3]], [(2,)], peers="abab"), 2) == 1
+
+
+def test_an_answer_without_sampled_tokens_is_not_masked_and_counts() -> None:
+    group = group_of(0, ("", "", ""))
+    none = replace(group.episodes[0], drawn=np.zeros_like(group.episodes[0].drawn))
+    step = step_data([replace(group, episodes=(none, *group.episodes[1:]))])
+    compared = compare_unmasked(shape(step, [shaping.resolve("mask_truncated")])).data.compared
+    assert compared[0].tolist() == [True, False, True], "the second one ran into the limit"

@@ -180,6 +180,14 @@ def test_pass_at_k_needs_k_answers_that_a_downsample_keeps():
     check_algorithm(AlgorithmSection(shaping=shapings, advantage="pass_at_k"), TeacherSection())
 
 
+def test_a_critic_cannot_learn_from_some_answers_alone():
+    with pytest.raises(ConfigError, match=r"its critic learns from all\. Set baseline=all"):
+        check_algorithm(
+            AlgorithmSection(advantage="gae", baseline="unmasked", shaping=("mask_truncated",)),
+            TeacherSection(),
+        )
+
+
 def test_a_shaping_of_the_users_that_fails_is_told_with_its_error(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def wild(shaped):\n    return shaped.nothing\n")

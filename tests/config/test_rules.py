@@ -329,6 +329,9 @@ BROKEN = {
     "the_learning_rate_reaches_its_peak": {"trainer": {"warmup_steps": 101}},
     "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
     "a_group_has_answers_to_compare": {"algorithm": {"group_size": 1}},
+    "enough_answers_can_be_compared": {
+        "algorithm": {"baseline": "unmasked", "least_compared": 9, "shaping": ("mask_truncated",)}
+    },
     "tokens_have_different_advantages": {"algorithm": {"group_size": 1, "advantage": "discounted"}},
     "each_minibatch_has_answers": {"algorithm": {"minibatches": 65}},
     "dynamic_sampling_keeps_some_groups": {

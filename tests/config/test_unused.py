@@ -14,6 +14,16 @@ UNREAD = [
     (["algorithm.max_resampled=5"], "algorithm.dynamic_sampling=true"),
     (["algorithm.signal_std=0.1"], "algorithm.dynamic_sampling=true"),
     (["algorithm.signal_part=length"], "algorithm.dynamic_sampling=true"),
+    (["algorithm.advantage=rloo", "algorithm.baseline=unmasked"], "a shaping that masks answers"),
+    (
+        [
+            "algorithm.shaping=[mask_truncated]",
+            "algorithm.advantage=reinforce",
+            "algorithm.baseline=unmasked",
+        ],
+        "a shaping that masks answers",
+    ),
+    (["algorithm.least_compared=3"], "algorithm.baseline=unmasked"),
     (["algorithm.entropy_clip=1"], "algorithm.entropy_coefficient or entropy_target"),
     (["algorithm.entropy_step=0.1"], "algorithm.entropy_target"),
     (["algorithm.kl=k1"], "algorithm.kl_coefficient above 0"),

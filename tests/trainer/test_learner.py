@@ -147,6 +147,24 @@ def test_shapings_come_before_the_advantage_and_are_counted() -> None:
     assert moved(shaped)["shaping/capped"] == ones
 
 
+@pytest.mark.parametrize("baseline", ["all", "unmasked"])
+def test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared(
+    baseline: str,
+) -> None:
+    """RLOO: +0.5 for each right answer with the masked one of reward 0 in the baseline, else 0."""
+    whole = group(0)
+    cut = (StopReason.EOS, StopReason.EOS, StopReason.LENGTH)
+    one = replace(
+        whole,
+        episodes=tuple(replace(e, stop=s) for e, s in zip(whole.episodes, cut, strict=True)),
+        scores=tuple(Score(reward=r) for r in (1.0, 1.0, 0.0)),
+    )
+    settings = {"advantage": "rloo", "shaping": ("mask_truncated",), "baseline": baseline}
+    stats = moved(learner_of(algorithm={**settings, "least_compared": 3}), [one])
+    assert (stats["train/grad_norm"] > 0) == (baseline == "all")
+    assert stats.get("shaping/too_few_compared") == (None if baseline == "all" else 2)
+
+
 def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> None:
     learner = learner_of(algorithm={"epochs": 2, "minibatches": 3})
     stats = moved(learner)
