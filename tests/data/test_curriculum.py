@@ -186,6 +186,17 @@ def test_groups_are_taken_in_by_number_not_by_who_was_scored_first():
     assert orders[0] == orders[1]
 
 
+@pytest.mark.parametrize("arrival", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_groups_of_one_prompt_count_in_the_order_of_their_numbers(arrival):
+    """Solved, then twice not: 1, 1 / 2, 1 / 4, whichever was scored first."""
+    prompts = curriculum(pool=1, count=1)
+    rewards = [[1.0], [0.0], [0.0]]
+    made = [group(number, next(prompts), r) for number, r in enumerate(rewards)]
+    for number in arrival:
+        prompts.observe(made[number])
+    assert prompts.state()["rates"] == [[0, 0.25]]
+
+
 def test_the_report_tells_how_hard_the_prompts_are_as_known_at_the_draw():
     prompts = curriculum(pool=1, count=4)
     assert prompts.measures(0) == {"data/measured_prompts": 0.0, "data/longest_passed_over": 0.0}

@@ -20,6 +20,7 @@ from jaxrl_async.model.attention import (
     reference,
     sequence_attention,
 )
+from jaxrl_async.model.cache import recent_pages
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.families.family import never
 from jaxrl_async.model.families.parts import LayerKind, repeating, runs_of
@@ -250,3 +251,17 @@ def test_the_probe_of_a_sampler_is_what_the_trainer_gives(family, kind):
     count = np.arange(24)
     wanted = logprobs_of(spec, params, ids, count, np.ones_like(count))
     np.testing.assert_allclose(probed, wanted[1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 3, 4])
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 8, 40])
+def test_the_pages_of_a_window_hold_each_of_its_tokens(window, page_tokens):
+    """At every position, also where the oldest token of the window is the last of its page."""
+    width, positions = 8, np.arange(8 * page_tokens)
+    table = np.arange(width)[None].repeat(len(positions), 0) + 100
+    pages, firsts = recent_pages(jnp.asarray(table), jnp.asarray(positions), window, page_tokens)
+    for position, row, first in zip(positions, np.asarray(pages), np.asarray(firsts), strict=True):
+        oldest = max(0, position + 1 - window) if window else 0
+        assert first <= oldest and first % page_tokens == 0
+        for token in range(oldest, position + 1):
+            assert row[(token - first) // page_tokens] == 100 + token // page_tokens

@@ -322,3 +322,9 @@ def test_the_process_ends_with_the_run():
                 break
         time.sleep(0.05)
     assert time.monotonic() < deadline
+
+
+def test_the_first_number_behind_the_mark_is_the_answer():
+    assert gsm8k("#### 18 of 20", "18") == {"correct": 1}
+    assert gsm8k("#### 18 of 20", "20") == {"correct": 0}
+    assert gsm8k("it takes 2 of 18", "18") == {"correct": 1}, "without the mark the last"

@@ -94,6 +94,21 @@ def test_a_long_sequence_weighs_as_much_in_mini_batches_as_in_the_whole_step(
         assert ratio == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("minibatches", [2, 3, 16])
+def test_a_token_weighs_as_much_for_the_critic_as_in_the_whole_step(minibatches):
+    """The mean over the mini-batches is the mean over the step's tokens: 1 / tokens each."""
+    own = StepRows(
+        EPISODES, {}, {name: np.zeros(EPISODES.mask.shape) for name in ("values", "returns")}
+    )
+    step = step_of(EPISODES)
+    step = PackedStep(step.data, own, step.index)
+    many, lazy = learner_of(4096, minibatches).mini_batches(step, (0, 0, 0))
+    parts = list(lazy)
+    found = np.concatenate([p.critic["weights"][p.batch.mask] for p in parts]) / many
+    assert len(found) == EPISODES.mask.sum()
+    np.testing.assert_allclose(found, 1 / EPISODES.mask.sum(), rtol=1e-5)
+
+
 def test_mini_batches_have_as_many_sequences_and_nearly_as_many_tokens():
     for minibatches in (4, 16):
         parts = deal(EPISODES, minibatches, (0, 0, 0))

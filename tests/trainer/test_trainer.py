@@ -237,6 +237,15 @@ def test_skipped_steps_apart_do_not_stop_it() -> None:
     assert max(script.reports) == 6
 
 
+def test_skipped_steps_before_a_resume_count_in_the_row() -> None:
+    script = Script(skipped=(2, 3, 4))
+    trainer = script.trainer(total_steps=9, max_skipped_steps=3)
+    trainer.restore(2, {"skipped": 2, "limit": 0, "rest": 0})
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        trainer.run()
+    assert max(script.reports) == 3
+
+
 def test_a_stop_finishes_the_step_publishes_and_saves() -> None:
     script = Script(stop_after=2)
     script.trainer(total_steps=100, eval_every=0).run()

@@ -190,3 +190,22 @@ def test_integers_keep_their_type_when_weights_are_cast():
     push = Push(*({"w": s, "n": s} for s in goal), dtype=jnp.bfloat16)
     moved = push(jax.device_put({"w": jnp.ones(4), "n": jnp.arange(4)}, goal[0]))
     assert (moved["w"].dtype, moved["n"].dtype) == (jnp.bfloat16, jnp.int32)
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn_from(polled):
+    channel = WeightChannel([SAME, SAME])
+    end, other = channel.subscribe(), channel.subscribe()
+    channel.publish(1, PARAMS)
+    if polled:
+        assert end.poll(wait=True).version == 1
+    end.leave()
+    other.poll(wait=True)
+    other.live(1)
+    assert channel.live_version == 1, "nobody waits for one that has left"
+    again = end.rejoin()
+    update = again.poll(wait=True)
+    assert update is not None and update.version == 1
+    again.live(1)
+    again.leave()
+    assert again.rejoin().poll(wait=True) is None, "those that it drew from it has already"

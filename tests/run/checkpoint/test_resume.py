@@ -1,18 +1,28 @@
 """What is saved of the rollouts while everything runs."""
 
+from contextlib import nullcontext
+
+import numpy as np
+
 from jaxrl_async.audit import Rules, audit
+from jaxrl_async.buffer.contents import BufferState
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.codec import dumps, loads
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.data.records import Record
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.rollout_loop import SavedGroup
 from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,
     RolloutsState,
+    RunSaver,
     reopened,
     rollouts_state,
 )
+from jaxrl_async.run.lockstep import Lockstep, OwnAccounts
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 
@@ -109,3 +119,52 @@ def test_without_what_is_active_nothing_is_asked():
     trained(buffer, tickets[:2])
     state = rollouts_state(buffer, None, active=False)
     assert state.groups == () and state.buffer.pending == () and state.buffer.next_group == 2
+
+
+def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
+    """Two groups of a burst were admitted while the rollouts were read: their prompts, too, have
+    left the stream, and a resumed run begins with them."""
+    buffer, tickets = started()
+    trained(buffer, tickets[:2])
+    ids = np.zeros(1, np.int32)
+    prompts = PromptStream([Record(token_ids=ids, text="", reference="", answer="")] * 9, seed=0)
+    for _ in range(6):
+        next(prompts)
+    saved = {}
+
+    class Kept:
+        def save(self, version, *, state, loop, rollouts):
+            saved.update(loop)
+
+    class Learns:
+        def tree(self):
+            return {}
+
+        def numbers(self):
+            return {}
+
+    RunSaver(
+        config=Config(staleness={"max_staleness": 1}),
+        checkpoints=Kept(),
+        prompts=prompts,
+        buffer=buffer,
+        rollouts=Rollouts(tickets[2:], lambda: buffer.admit(0)),
+        ledger=Ledger(),
+        accounts=OwnAccounts(),
+        lockstep=Lockstep(),
+        images=None,
+        lock=nullcontext(),
+    ).save(Learns(), 1, {})
+    assert [p["next"] for p in saved["prompts"]] == [4]
+
+
+def test_a_ledger_is_cut_behind_the_lines_of_its_checkpoint(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    for number in range(5):
+        ledger.write("admitted", group=number, version=0)
+    ledger.close()
+    state = BufferState(next_group=3, next_untaken=0, ledger_lines=3)
+    reopened(path, RolloutsState(buffer=state), 1, resumes=True).close()
+    lines = [line["fate"] for line in read_lines(path)]
+    assert lines == ["admitted"] * 3 + ["resumed"]

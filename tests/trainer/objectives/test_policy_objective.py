@@ -371,6 +371,22 @@ def test_rows_fill_the_token_budget_and_every_device():
     assert rows_per_micro_batch(10, 64, 2) == 2
 
 
+def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradient_is(params, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "from jaxrl_async.algorithms.losses import log_ratio\n"
+        "def endless(x): return -jnp.exp(log_ratio(x)) * x.advantages + jnp.inf\n"
+    )
+    step = step_of(algorithm={"loss": f"{file}:endless"})
+    before = step.init(params)
+    weights = copied(before.params)
+    state, stats = step.update(before, DATA)
+    assert np.isfinite(stats["train/grad_norm"]) and not np.isfinite(stats["train/loss"])
+    assert stats["train/skipped"] == 1
+    assert_close(state.params, weights, 0)
+
+
 def test_only_matrices_decay(params):
     from_table = decayed_paths()
     assert {path for path, is_decayed in from_table if is_decayed} == {
