@@ -178,6 +178,22 @@ def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> No
     assert apart(learner.params, other.params) > 0
 
 
+def test_each_epoch_deals_the_sequences_anew() -> None:
+    learner = learner_of(algorithm={"epochs": 2, "minibatches": 3})
+    dealt, made = list[list[tuple[int, ...]]](), learner.mini_batches
+
+    def noted(step: Any, seed: Any) -> Any:
+        number, parts = made(step, seed)
+        whole = list(parts)
+        dealt.append([tuple(np.unique(p.batch.sequence_ids[p.batch.mask])) for p in whole])
+        return number, iter(whole)
+
+    learner.mini_batches = noted  # type: ignore[method-assign]
+    moved(learner)
+    assert len(dealt) == 2 and dealt[0] != dealt[1]
+    assert all(sorted(sum(epoch, ())) == list(range(12)) for epoch in dealt)
+
+
 @pytest.mark.parametrize("minibatches", [2, 5, 12])
 def test_measures_of_a_step_are_the_same_however_many_updates_it_is_learnt_in(
     minibatches: int,

@@ -20,7 +20,7 @@ from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import preference_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
-from jaxrl_async.trainer.optimizer import optimizer_bytes, stochastically_rounded
+from jaxrl_async.trainer.optimizer import optimizer_bytes, rounded_tree, stochastically_rounded
 from jaxrl_async.trainer.update import TrainState, Update, WithMasters
 
 MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
@@ -213,3 +213,10 @@ def test_a_moving_average_in_bfloat16_arrives():
     goal = float(params["w"][0, 0])
     wanted = goal + (1 - goal) * 0.99**200
     assert float(reference["w"].astype(jnp.float32).mean()) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_arrays_of_one_shape_are_rounded_by_bits_of_their_own():
+    between = jnp.full((64, 64), 1 + 2**-8, jnp.float32)  # half way between two numbers
+    tree = rounded_tree(jax.random.key(0), {"a": between, "b": between}, jnp.bfloat16)
+    same = np.mean(np.asarray(tree["a"] == tree["b"]))
+    assert 0.4 < same < 0.6

@@ -371,18 +371,36 @@ def test_rows_fill_the_token_budget_and_every_device():
     assert rows_per_micro_batch(10, 64, 2) == 2
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradient_is(params, tmp_path):
+OWN_LOSSES = """
+import jax, jax.numpy as jnp
+from jaxrl_async.algorithms.losses import log_ratio
+
+def plain(x): return -jnp.exp(log_ratio(x)) * x.advantages
+def endless(x): return plain(x) + jnp.where(x.versions == 77, jnp.inf, 0.0)
+def steep(x):
+    zero = x.policy_logprobs - jax.lax.stop_gradient(x.policy_logprobs)
+    marked = x.versions == 77
+    return plain(x) + jnp.where(marked, jnp.sqrt(jnp.where(marked, zero, 1.0)), 0.0)
+"""
+
+
+@pytest.mark.parametrize("broken", [0, 13], ids=["first", "last"])
+@pytest.mark.parametrize("name", ["endless", "steep"])
+def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(
+    params, tmp_path, name, broken
+):
+    """endless: the loss of one sequence's tokens is infinite; steep: only their gradient is."""
     file = tmp_path / "own.py"
-    file.write_text(
-        "import jax, jax.numpy as jnp\n"
-        "from jaxrl_async.algorithms.losses import log_ratio\n"
-        "def endless(x): return -jnp.exp(log_ratio(x)) * x.advantages + jnp.inf\n"
-    )
-    step = step_of(algorithm={"loss": f"{file}:endless"})
+    file.write_text(OWN_LOSSES)
+    marked = sorted(sequences(), key=lambda s: len(s.token_ids), reverse=True)
+    marked[broken].versions[:] = 77
+    step = step_of(algorithm={"loss": f"{file}:{name}"})
     before = step.init(params)
     weights = copied(before.params)
-    state, stats = step.update(before, DATA)
-    assert np.isfinite(stats["train/grad_norm"]) and not np.isfinite(stats["train/loss"])
+    state, stats = step.update(before, PolicyData(pack(marked, ROW), version=3))
+    assert stats["train/micro_batches"] > 1
+    assert np.isfinite(stats["train/grad_norm"]) == (name == "endless")
+    assert np.isfinite(stats["train/loss"]) == (name == "steep")
     assert stats["train/skipped"] == 1
     assert_close(state.params, weights, 0)
 
