@@ -69,3 +69,13 @@ def test_the_mean_of_nothing_is_zero():
     assert mean.mean == 0.0
     mean.add([1, 4])
     assert (mean.mean, mean.pair) == (2.5, (5, 2))
+
+
+def test_what_is_given_back_is_pending_in_the_order_of_its_numbers():
+    contents = filled(1, 4)
+    draw = contents.before_draw(0, (0, 2), ())
+    for number in (0, 2):
+        contents.take(number)
+    contents.hold(0, 2)
+    contents.give_back(draw)
+    assert list(contents.pending) == list(contents.ready) == [0, 1, 2, 3]

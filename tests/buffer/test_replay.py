@@ -354,6 +354,32 @@ def test_the_limit_counts_anew_for_each_step_and_a_full_step_is_not_refused():
         b.set_live(version + 1)
 
 
+def test_groups_without_a_signal_of_an_earlier_step_do_not_count():
+    b = buffer(1, has_signal=differs, max_resampled=2)
+    for version, silent in enumerate((2, 1)):
+        for _ in range(silent):
+            (ticket,) = b.admit(0)
+            b.put(make_group(ticket, [version]))
+        if version:
+            break
+        (ticket,) = b.admit(0)
+        b.put(make_group(ticket, [version], [version]))
+        b.draw(version, 0)
+        b.set_live(1)
+    with pytest.raises(TimeoutError):
+        b.draw(1, 0)
+
+
+def test_a_lower_limit_drops_what_is_older_where_the_too_old_are_dropped():
+    b = buffer(1, 2, when_too_old="drop", overcommit=2.0)
+    put_all(b, b.admit(0)[:2])
+    assert numbers(b.draw(0, 0).groups) == [0]
+    b.set_limit(0)
+    with pytest.raises(TimeoutError):
+        b.draw(1, 0)
+    assert b.stats().dropped == {"stale": 1}
+
+
 def test_drops_of_every_reason_survive_a_restore():
     b = buffer(1, has_signal=differs)
     (ticket,) = b.admit(0)

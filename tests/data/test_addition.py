@@ -89,3 +89,8 @@ def test_the_doctests_hold():
     examples = re.findall(r">>> worked_answer\((\d+), (\d+)\)\n\s+'(.*)'", worked_answer.__doc__)
     assert len(examples) == 2
     assert all(worked_answer(int(a), int(b)) == shown for a, b, shown in examples)
+
+
+def test_a_slip_shows_in_its_column_and_in_the_sum():
+    assert worked_answer(47, 85, slip=(1, -1)) == "7+5=12 4+8+1=12 #122"
+    assert worked_answer(47, 85, slip=(0, 1)) == "7+5=13 4+8+1=13 #133"

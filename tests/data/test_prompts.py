@@ -17,6 +17,7 @@ from jaxrl_async.config.schema import AdditionSection, Config, DataSection, Json
 from jaxrl_async.data import record_files
 from jaxrl_async.data.addition import addition_tokenizer, worked_answer
 from jaxrl_async.data.prompts import (
+    FittingPairs,
     PromptStream,
     eval_prompts,
     make_prompts,
@@ -24,7 +25,7 @@ from jaxrl_async.data.prompts import (
     warm_start_pairs,
 )
 from jaxrl_async.data.record_files import MAX_LINE_BYTES, rows_of_file
-from jaxrl_async.data.records import Record, final_answer, read_records
+from jaxrl_async.data.records import Record, final_answer, read_records, supervised_pair
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 
@@ -471,3 +472,15 @@ def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path.write_bytes(line + line)
     assert len(read_records(path, section(), TOKENIZER)) == 2
     assert "skipped" not in caplog.text
+
+
+def test_a_pair_as_long_as_a_row_is_taken_and_a_longer_one_left_out():
+    def record(answer):
+        ids = np.arange(3, dtype=np.int32)
+        return Record(token_ids=ids, text="", reference="", answer=answer)
+
+    short, long = (supervised_pair(record("a" * n), TOKENIZER)[0] for n in (4, 5))
+    assert len(long) == len(short) + 1
+    pairs = FittingPairs([record("aaaa"), record("aaaaa")], 0, TOKENIZER, len(short))
+    assert {len(ids) for ids, _ in islice(pairs, 6)} == {len(short)}
+    assert pairs.state()["left_out"] > 0

@@ -10,8 +10,9 @@ import pytest
 from builders import tiny_params, tiny_spec
 
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.families.parts import ExpertRouter
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.moe import id_dtype, route
+from jaxrl_async.model.moe import counting, id_dtype, route
 
 TOKENS, WIDTH, EXPERTS, CHOSEN, VOCAB, LAYERS = 512, 16, 32, 4, 31, 2
 
@@ -223,3 +224,34 @@ def test_experts_that_the_router_would_choose_itself_change_no_bit_of_the_value(
 def test_ids_take_one_byte_up_to_128_experts():
     assert np.iinfo(id_dtype(128)).max == 127 and id_dtype(4) == np.int8
     assert np.iinfo(id_dtype(129)).max >= 512 and id_dtype(512) == np.int16
+
+
+@pytest.mark.parametrize("odds", ["softmax", "sigmoid"])
+def test_a_correction_and_groups_change_who_is_chosen(odds):
+    """DeepSeek-V3 (arXiv:2412.19437, sec. 2.1.2): of 4 groups of 4 the 2 whose 2 best experts have
+    the largest sum, and of these the 3 best; the correction counts in the choice alone."""
+    rng = np.random.default_rng(3)
+    logits, correction = rng.normal(size=(50, 16)), rng.normal(size=16)
+    router = ExpertRouter(odds=odds, groups=4, groups_per_token=2, best_of_group=2)
+    ids, _ = route(
+        jnp.asarray(logits, jnp.float32), 3, router=router,
+        correction=jnp.asarray(correction, jnp.float32),
+    )  # fmt: skip
+    raised = np.exp(logits)
+    share = raised / (1 + raised) if odds == "sigmoid" else raised / raised.sum(1, keepdims=True)
+    judged = share + correction
+    for token, chosen in zip(judged, np.asarray(ids), strict=True):
+        groups = token.reshape(4, 4)
+        best = np.argsort(-np.sort(groups, axis=1)[:, 2:].sum(1))[:2]
+        allowed = [4 * g + i for g in best for i in range(4)]
+        assert set(chosen) == set(sorted(allowed, key=lambda e: -token[e])[:3])
+
+
+def test_load_counts_real_tokens_alone():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    real = jnp.array([True, False, True, True])
+    choose, loads = counting(route, real, learns=False)
+    ids, _ = choose(logits, 2)
+    wanted = np.bincount(np.asarray(ids)[np.asarray(real)].ravel(), minlength=6)
+    np.testing.assert_array_equal(loads[0].chosen, wanted)
+    assert int(loads[0].tokens) == 3

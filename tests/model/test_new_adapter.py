@@ -10,7 +10,7 @@ from whole_rows import row_states
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.model.decoder import init_params, init_table
-from jaxrl_async.model.lora import adapter_table, joined, lora_of
+from jaxrl_async.model.lora import adapter_table, joined, lora_of, scale_of
 from jaxrl_async.model.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
@@ -43,3 +43,8 @@ def test_it_changes_no_bit_where_the_compiler_fuses_the_sum_into_a_norm(family: 
     with jax.disable_jit():
         np.testing.assert_array_equal(*both(family))
     np.testing.assert_allclose(*both(family), rtol=0, atol=4e-6)
+
+
+def test_an_adapter_is_scaled_by_its_rank_or_by_the_root_of_it():
+    assert scale_of(LoraSection(rank=16, alpha=8)) == 0.5
+    assert scale_of(LoraSection(rank=16, alpha=8, rslora=True)) == 2.0

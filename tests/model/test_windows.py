@@ -16,8 +16,10 @@ from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import (
     TREE_ATTENTION,
+    causal_within_segments,
     ragged_paged_reference,
     reference,
+    seen_from,
     sequence_attention,
 )
 from jaxrl_async.model.cache import recent_pages
@@ -265,3 +267,16 @@ def test_the_pages_of_a_window_hold_each_of_its_tokens(window, page_tokens):
         assert first <= oldest and first % page_tokens == 0
         for token in range(oldest, position + 1):
             assert row[(token - first) // page_tokens] == 100 + token // page_tokens
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 9])
+def test_what_a_query_sees_is_its_segment_up_to_itself_within_the_window(window):
+    segments = np.array([[1, 1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 2, 0]])
+    wanted = np.zeros((2, 8, 8), bool)
+    for b, t, s in np.ndindex(wanted.shape):
+        near = s <= t and (not window or s > t - window)
+        wanted[b, t, s] = near and segments[b, s] == segments[b, t] and segments[b, s] > 0
+    seen = causal_within_segments(jnp.asarray(segments), window)
+    np.testing.assert_array_equal(seen, wanted)
+    part = seen_from(jnp.asarray(segments[:, 3:6]), jnp.asarray(segments), jnp.arange(3, 6), window)
+    np.testing.assert_array_equal(part, wanted[:, 3:6])

@@ -7,7 +7,12 @@ from tiny import PARAMS, SPEC, VOCAB, make_sampler, request
 from whole_rows import row_states
 
 from jaxrl_async.model.decoder import output_head
-from jaxrl_async.sampler.device.sampling import Controls, truncated_logits
+from jaxrl_async.sampler.device.sampling import (
+    Controls,
+    inverse_cdf,
+    truncated_logits,
+    uniforms,
+)
 from jaxrl_async.types import SamplingParams
 
 
@@ -75,6 +80,24 @@ def test_a_request_that_truncates_nothing_keeps_every_token_whatever_its_neighbo
     kept = np.isfinite(np.asarray(truncated_logits(logits, of_slots)))
     assert kept.sum(1).tolist() == [101, 1, 90, 4, 3, 1]
     assert all(row[:n].all() for row, n in zip(kept, kept.sum(1), strict=True)), "the likeliest"
+
+
+def test_each_key_and_each_position_has_a_number_of_its_own():
+    keys = jnp.asarray([[1, 2], [1, 2], [1, 3], [1, 2]], jnp.uint32)
+    found = np.asarray(uniforms(keys, jnp.asarray([5, 6, 5, 5])))
+    assert found[0] == found[3] and len(set(found.tolist())) == 3
+    assert ((found >= 0) & (found < 1)).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 100])
+def test_a_token_is_the_one_whose_interval_holds_the_number(vocab):
+    rng = np.random.default_rng(vocab)
+    probabilities = rng.dirichlet(np.full(vocab, 0.3), 200)
+    u = rng.random(200)
+    ends = probabilities.cumsum(1)
+    wanted = (ends <= (u * ends[:, -1])[:, None]).sum(1)
+    found = inverse_cdf(jnp.asarray(probabilities, jnp.float32), jnp.asarray(u, jnp.float32))
+    assert np.mean(np.asarray(found) == wanted) > 0.98, "but for rounding at an edge"
 
 
 @pytest.mark.slow

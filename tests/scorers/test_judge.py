@@ -16,7 +16,7 @@ from jaxrl_async.errors import ConfigError, EndpointMisset, RolloutError
 from jaxrl_async.scorers import judge_cache
 from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.scorers.judge import JudgeScorer, Transcripts, make_desk
-from jaxrl_async.scorers.judge_cache import JudgeCache
+from jaxrl_async.scorers.judge_cache import JudgeCache, question_key
 from jaxrl_async.scorers.judge_client import retry_after_s
 from jaxrl_async.scorers.judge_prompt import (
     JudgedTask,
@@ -270,6 +270,7 @@ def test_replies_are_read_strictly():
     for wrong in (
         '{"1": 1}',
         '{"1": 1, "2": true}',
+        '{"1": 1, "2": 0, "3": 1}',
         '{"1": 1, "1": 1, "2": 0}',
         '{"1": 1, "2": NaN}',
     ):
@@ -277,6 +278,12 @@ def test_replies_are_read_strictly():
             steps.read(wrong)
     with pytest.raises(UnreadableReply):
         steps.read('{"1": 1, "2": 0}\nbut the answer says 9')
+
+
+def test_a_question_is_the_same_whatever_the_order_of_its_settings():
+    first = {"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    assert question_key(first) == question_key(dict(reversed(first.items())))
+    assert question_key(first) != question_key({**first, "temperature": 1})
 
 
 def test_a_rubric_in_a_file(tmp_path):

@@ -106,6 +106,12 @@ def test_a_steps_reward_is_at_its_last_token():
     assert scores[0].total == pytest.approx(1.0 + sum(expected))
 
 
+def test_steps_that_end_in_one_token_add_up_there():
+    twice = episode([[4, 4]])  # "d.ed.e": the last two of "d.", "ed.", "e" end in the second token
+    (score,) = scored(lambda steps: [1.0, 2.0, 4.0], [twice], separator=".")
+    np.testing.assert_allclose(score.process_rewards, [0, 1, 6])
+
+
 async def outcome(episodes, prompt):
     return tuple(Score(reward=1.0) for _ in episodes)
 

@@ -210,3 +210,10 @@ def test_rows_against_a_teachers_likeliest_tokens_equal_the_whole_at_full_k(kind
     np.testing.assert_allclose(got, whole, atol=3e-5)
     starts = np.asarray((positions == 0) | (segment_ids == 0))
     assert not np.asarray(got)[starts].any() and (np.asarray(whole)[~starts] > 0).all()
+
+
+def test_a_teacher_gets_no_gradient():
+    student, teacher = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
+    for kind in ("forward", "reverse", "js"):
+        pull = jax.grad(lambda t, k=kind: distill_logits(student, t, kind=k).sum())(teacher)
+        assert not np.any(pull)

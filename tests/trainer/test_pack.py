@@ -203,3 +203,13 @@ def test_pairs_are_packed_with_their_masks():
 def test_nothing_to_pack_gives_one_empty_micro_batch():
     (only,) = micro_batches(pack([], 8), MicroSizes((2,)))
     assert only.token_ids.shape == (2, 8) and only.num_tokens == 0
+
+
+def test_worked_answers_are_groups_of_their_own_behind_those_of_the_step():
+    groups = [group_of([episode_of([True] * 3, 1)] * 2), group_of([episode_of([True] * 2, 2)])]
+    pair = np.arange(4, dtype=np.int32), np.array([False, True, True, True])
+    batch = pack_groups(groups, None, 8, pairs=[pair, pair])
+    of = {
+        int(s): int(g) for s, g in zip(batch.sequence_ids.flat, batch.group_ids.flat, strict=True)
+    }
+    assert {s: g for s, g in of.items() if s >= 0} == {0: 0, 1: 0, 2: 1, 3: 2, 4: 3}

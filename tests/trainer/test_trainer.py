@@ -246,6 +246,19 @@ def test_skipped_steps_before_a_resume_count_in_the_row() -> None:
     assert max(script.reports) == 3
 
 
+def test_groups_of_an_update_that_fails_go_back() -> None:
+    script = Script()
+
+    def fails(*_: Any) -> dict[str, float]:
+        raise RuntimeError("out of memory")
+
+    script.learn = fails  # type: ignore[method-assign]
+    script.give_back = lambda: script.events.append("give back")  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        script.trainer(eval_every=0).run()
+    assert script.events.count("give back") == 1
+
+
 def test_a_stop_finishes_the_step_publishes_and_saves() -> None:
     script = Script(stop_after=2)
     script.trainer(total_steps=100, eval_every=0).run()

@@ -14,6 +14,7 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, sharding
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.exchange import Standing
 from jaxrl_async.weights.link import FunctionLink
 from jaxrl_async.weights.local import Push
 
@@ -209,3 +210,11 @@ def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn
     again.live(1)
     again.leave()
     assert again.rejoin().poll(wait=True) is None, "those that it drew from it has already"
+
+
+def test_a_sampler_that_draws_from_older_weights_than_the_live_ones_does_not_enter():
+    channel = WeightChannel([SAME], version=3)
+    late, fresh = Standing(live_version=0, counts=False), Standing(live_version=0, counts=False)
+    with channel._exchange.changed:
+        assert not channel._exchange.enter(late, 2) and not late.counts
+        assert channel._exchange.enter(fresh, 3) and fresh.counts

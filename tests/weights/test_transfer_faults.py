@@ -1,6 +1,7 @@
 """A transfer that fails half way, arrives torn, or whose sampler has left: all or nothing."""
 
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
+from jaxrl_async.ports import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.checksum import Sums
+from jaxrl_async.weights.delivery import send
 from jaxrl_async.weights.link import FunctionLink
 from jaxrl_async.weights.local import Push
 
@@ -227,3 +230,21 @@ def test_a_publish_that_waited_for_a_hanging_sampler_goes_on_when_it_leaves():
     thread.join(30)
     assert not thread.is_alive()
     assert end.rejoin().poll(wait=True).version == 2
+
+
+@pytest.mark.parametrize("differing", ["sent", "received"])
+def test_copies_of_one_array_that_differ_are_no_sound_transfer(differing, monkeypatch):
+    push, params = pushed()
+    delivery = send(push, VersionedParams(version=1, params=params), checksum=False)
+    own = Sums(params).read()
+
+    class Told:
+        def __init__(self, of):
+            self.of = of
+
+        def read(self):
+            return None if (self.of == "source") == (differing == "sent") else own
+
+    monkeypatch.setattr("jaxrl_async.weights.delivery.Sums", Told)
+    with pytest.raises(WeightsError, match="differ between devices"):
+        replace(delivery, sums=Told("source")).check()

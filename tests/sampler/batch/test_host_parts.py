@@ -14,7 +14,7 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.pages import Pages
-from jaxrl_async.sampler.batch.prefix import PrefixStore
+from jaxrl_async.sampler.batch.prefix import PrefixStore, page_names
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
 from jaxrl_async.sampler.batch.tables import TableForm
 
@@ -239,3 +239,22 @@ def test_rows_hold_everybody_and_shrink_when_few_run(running, slots) -> None:
     running = min(running, slots)
     rows = shapes.decode_rows(running, slots)
     assert running <= rows <= slots and slots % rows == 0
+
+
+def test_a_page_has_the_name_of_all_tokens_up_to_its_end():
+    tokens = np.arange(12, dtype=np.int32)
+    names = page_names(tokens, 4)
+    assert len(set(names)) == 3 and names[:2] == page_names(tokens[:11], 4)
+    other = page_names(np.where(tokens == 0, 99, tokens).astype(np.int32), 4)
+    assert not set(names) & set(other), "the same tokens behind another beginning"
+    assert not set(names) & set(page_names(tokens, 4, b"adapter"))
+
+
+def test_a_budget_holds_pages_of_all_arrays_beside_places_and_states():
+    layout = KvLayout(groups=(KvGroup(window=0, layers=(0, 1, 2)),), arrays=3)
+    plan = plan_memory(
+        token_bytes=10, layout=layout, max_length=8, page_tokens=4, block=4, slots=2,
+        reserve_share=0.5, budget_bytes=5_000, places_bytes=1_000, state_bytes=100,
+    )  # fmt: skip
+    assert plan.page_bytes == 120 and plan.reserve == 1
+    assert plan.pages == (5_000 - 1_000 - 3 * 100) // 120 and plan.kv_bytes == plan.pages * 120

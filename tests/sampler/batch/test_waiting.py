@@ -197,3 +197,13 @@ def test_what_a_remote_sampler_is_sent_first_is_the_most_urgent() -> None:
     assert not requests.withdraw(outs[2]), "the sampler need not be told"
     requests.pop([out.wire_id for out in sent])
     assert requests.take_sendable() == [outs[4], outs[1], outs[6]]
+
+
+def test_those_put_back_come_behind_as_many_as_are_named_and_before_the_rest():
+    queue = WaitingQueue()
+    one, two, three, four = (asked(0) for _ in range(4))
+    queue.add([four])
+    queue.put_back([one, three])
+    queue.put_back([two], behind=1)
+    assert queue.front() == (one, two, three)
+    assert list(queue) == [one, two, three, four]
