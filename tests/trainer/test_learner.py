@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, gae
+from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, gae, step_data
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.credit import covariance_rank
+from jaxrl_async.trainer.credit import Credit, covariance_rank, less_penalty
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -264,6 +264,32 @@ FROM_EARNED: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce_pp": lambda e: standardized([np.cumsum(v[::-1])[::-1] for v in e]),
     "discounted_batch": lambda e: standardized([np.cumsum(v[::-1])[::-1] for v in e]),
 }
+
+
+def test_a_penalty_is_taken_off_what_tokens_earn_or_else_off_the_sequences() -> None:
+    data = step_data([group(0, members=2)])
+    lengths = [len(e.token_ids) for e in data.groups[0].episodes]
+    penalties = ((np.full(lengths[0], 0.5, np.float32), np.zeros(lengths[1], np.float32)),)
+    less, report = less_penalty(data, penalties, "token")
+    assert less.token_rewards is not None and report["reward/kl"] == lengths[0] / 4
+    np.testing.assert_array_equal(less.token_rewards[0][0], np.full(lengths[0], -0.5))
+    earned = replace(data, token_rewards=((np.ones(lengths[0], np.float32), None),))
+    beside, _ = less_penalty(earned, penalties, "sequence")
+    assert beside.token_rewards is not None
+    np.testing.assert_array_equal(beside.token_rewards[0][0], np.full(lengths[0], 0.5))
+    of_sequences, _ = less_penalty(data, penalties, None)
+    np.testing.assert_allclose(of_sequences.rewards[0], data.rewards[0] - [lengths[0] / 2, 0])
+
+
+def test_a_token_that_the_teacher_finds_likelier_gets_a_larger_advantage() -> None:
+    batch = pack_groups([group(0)], None, ROW)
+    credit = learner_of(teacher={"source": "self", "coefficient": 0.5, "rewards": 2.0}).credit
+    assert isinstance(credit, Credit)
+    rewarded = np.ones(batch.mask.shape, np.float32)
+    teacher = np.where(batch.mask, batch.behavior_logprobs + 0.2, 0).astype(np.float32)
+    found, gap = credit.advised(batch, rewarded, teacher)
+    np.testing.assert_allclose(found[batch.mask], 2 * 1 + 0.5 * 0.2, rtol=1e-5)
+    assert gap == pytest.approx(-0.2, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [*FROM_EARNED, "by_sequence", "by_token"])
