@@ -54,3 +54,8 @@ def test_a_long_prompt_fills_programs_of_few_sizes():
     assert sizes(600) == [512, 128] and sizes(200, 57) == [512] and sizes(256) == [128, 128]
     assert sizes(1025) == sizes(*[32] * 40) == [2048]
     assert sizes(*[2] * 70) == [128, 128], "of 64 prompts at most"
+
+
+def test_steps_of_half_are_powers_of_two_and_what_lies_half_way():
+    found = [shapes.steps_of_half(count) for count in range(-1, 14)]
+    assert found == [0, 0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
