@@ -40,15 +40,15 @@ def test_the_place_is_that_after_what_was_taken_however_much_was_made():
 
 
 def test_the_next_value_is_made_before_it_is_asked_for():
-    made, wanted = threading.Event(), iter(range(10))
+    made, count = threading.Event(), [0]
 
     def make() -> int:
-        number = next(wanted)
-        if number == 1:
+        count[0] += 1
+        if count[0] == 2:
             made.set()
-        return number
+        return count[0] - 1
 
-    ahead = Ahead(make, lambda: None)
+    ahead = Ahead(make, lambda: count[0])
     assert ahead.take() == 0
-    assert made.wait(60)
+    assert made.wait(60) and ahead.place == 1, "that of what was taken"
     ahead.close()
