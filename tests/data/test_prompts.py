@@ -25,7 +25,7 @@ from jaxrl_async.data.prompts import (
     warm_start_pairs,
 )
 from jaxrl_async.data.record_files import MAX_LINE_BYTES, rows_of_file
-from jaxrl_async.data.records import Record, final_answer, read_records, supervised_pair
+from jaxrl_async.data.records import Record, final_answer, read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 
@@ -228,6 +228,19 @@ def test_the_final_answer_stands_after_the_mark():
     assert final_answer("2+2=4\n#### 4 ", "#### ") == "4"
     assert final_answer(" four ", "#### ") == "four"
     assert final_answer("#### Tests\n x ", None) == "#### Tests\n x"
+
+
+def test_a_pair_as_long_as_a_row_is_taken_and_a_longer_one_left_out():
+    def record(answer):
+        ids = np.arange(3, dtype=np.int32)
+        return Record(token_ids=ids, text="", reference="", answer=answer)
+
+    both = [record("aaaa"), record("aaaaa")]
+    short, long = sorted({len(i) for i, _ in islice(FittingPairs(both, 0, TOKENIZER, 99), 6)})
+    assert long == short + 1
+    pairs = FittingPairs(both, 0, TOKENIZER, short)
+    assert {len(ids) for ids, _ in islice(pairs, 6)} == {short}
+    assert pairs.state()["left_out"] > 0
 
 
 def test_addition_pairs_teach_the_worked_answer_and_the_end():
@@ -472,15 +485,3 @@ def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path.write_bytes(line + line)
     assert len(read_records(path, section(), TOKENIZER)) == 2
     assert "skipped" not in caplog.text
-
-
-def test_a_pair_as_long_as_a_row_is_taken_and_a_longer_one_left_out():
-    def record(answer):
-        ids = np.arange(3, dtype=np.int32)
-        return Record(token_ids=ids, text="", reference="", answer=answer)
-
-    short, long = (supervised_pair(record("a" * n), TOKENIZER)[0] for n in (4, 5))
-    assert len(long) == len(short) + 1
-    pairs = FittingPairs([record("aaaa"), record("aaaaa")], 0, TOKENIZER, len(short))
-    assert {len(ids) for ids, _ in islice(pairs, 6)} == {len(short)}
-    assert pairs.state()["left_out"] > 0
