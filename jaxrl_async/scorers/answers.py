@@ -1,54 +1,30 @@
-"""Find the final answer in a text: numbers, LaTeX, the last line. Needs no JAX."""
+r"""Decide where in a text its final answer is. Needs no JAX.
+
+    text ──find_answer──> Answer ──written_numbers.py, mathprocess.py──> what it says
+
+The answer comes after the last </think>. A text whose thinking never ends, or whose last \boxed{}
+is open, was cut off and has no answer. Otherwise the answer is the content of the last \boxed{},
+else what follows the last '####', else what the last sentence "the answer is" says, else the end
+of the text.
+"""
 
 import re
-from decimal import Decimal
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
 
-NUMBER = re.compile(
-    r"(?P<sign>-)?[$€£¥₹]?(?P<after>-)?(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?"
-    r"(?(digits)(?:\.(?P<part>[0-9]+))?|\.(?P<alone>[0-9]+))"
+OTHERS = (
+    "\u0400-\u1cff\u2e80-\ua4cf\uac00-\ud7ff\uf900-\ufaff\uff00-\uff0f\uff1a-\uff20\uff3b-\uff40"
+    "\uff5b-\uffdc\U00020000-\U0003ffff"
 )
-"""A number as people write it; a comma belongs to it only before groups of three digits."""
-DASHES = str.maketrans(dict.fromkeys("−–—‒", "-"))
-UNIT = r"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b | kwh?
-    | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months? | years?
-    | usd | eur | gbp | cents? | dollars? | euros? | percent ) (?! [\w({\[^] )"""
-"""A unit that may follow its number without a space; one letter may be a variable."""
-LARGER_BEFORE = re.compile(
-    r"""(?: [^\W_] | _ | [.,^√±<>≤≥≠\\/*×÷] | !=            # glued: x2, 1.2, 1,2, 2^3, >5
-        | [0-9)}\]] [ ]* (?: \*\* | // | [-+*^/×÷] ) [ ]* -?    # 10 - 5, 1 / 2
-        | (?: [0-9*+/^×÷-] | [0-9)}\]] [ ]* [-+*^/×÷] [ ]* ) [({\[] [ ]*    # 2(5), 3 * (5)
-        | [0-9)}\]] [ ]+ x [ ]+                           # 9 x 2
-        | \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | [lg]eq? | [lgn]t | neq? ) [ ]*
-        | [0-9] (?: : | [ ]+ : [ ]* )                      # 1:2, not "step 1: 2"
-        | (?<![^\W\d_]) [^\W\d_] [ ]* [-+*^/×÷] [ ]*       # x + 2
-        | [^=:\s] [ ]+ - [ ]+                              # is - 5: a sign or a dash?
-        | [<>≤≥≠] =? [ ]* | != [ ]*
-        | [^\W\d] [({\[] [ ]* | [}\])^_] [({\[]            # sqrt(2), \frac{1}{2}
-        | [({\[] [^(){}\[\]]* , \s*                        # (1, 2
-        )$""",
-    re.VERBOSE,
-)
-"""What precedes a number that is part of something larger."""
-LARGER_AFTER = re.compile(
-    r"""(?: (?!UNIT) [^\W_] | _ | [\^({\[√] | [,.:][0-9]  # glued: 3x, 2(5), not 18kg
-        | [ ]* [)}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({\[]      # (5) * 3, (5)(3)
-        | [ ]+ x [ ]+ [0-9]
-        | [ ]* \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | pi )
-        | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* [^\W\d_](?![^\W_]) ) | [ ]: [ ]* [0-9] )
-        | \s* , [^(){}\[\]]* [)\]}]                        # 1, 2)
-        | [ ]* (?: hundred | thousand | million | billion | trillion | dozen )
-        )""".replace("UNIT", UNIT),
-    re.VERBOSE | re.IGNORECASE,
-)
-"""What follows such a number."""
-TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+"""Letters and marks of scripts that are not used for variables: 18元, 18개, 18 яблок."""
+TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 """LaTeX for words and fonts."""
-HOLDERS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{")
-"""LaTeX that wraps an answer without changing it."""
+BESIDE = OTHERS + r"\s\"'*_`$-"
 EMPHASIS = [
     re.compile(
-        rf"(?<![^\s(\[{{\"'=:>$*_`-])({mark}{{2,3}}|(?<![0-9)\]}}][ ]){mark})(?![\s{mark}])"
-        rf"((?:[^{mark}\n]|(?<=[^\W_]){mark}(?=[^\W_]))++)(?<!\s)\1(?![^\s.,;:!?)\]}}\"'*_`%$<-])"
+        rf"(?<![^{BESIDE}(\[{{=:>])({mark}{{2,3}}|(?<![0-9)\]}}][ ]){mark})(?![\s{mark}])"
+        rf"((?:[^{mark}\n]|(?<=[^\W_]){mark}(?=[^\W_]))++)(?<!\s)\1(?![^{BESIDE}.,;:!?)\]}}%<])"
     )
     for mark in (r"\*", "_", "`")
 ]
@@ -56,72 +32,139 @@ EMPHASIS = [
 ANNOTATION = re.compile(r"<<[^<>\n]*>>(?=-?\$?[0-9.])")
 """GSM8K's calculator annotation, before its result: 9*2=<<9*2=18>>18."""
 TAG = re.compile(r"</?answer>", re.IGNORECASE)
-ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
-"""Money, not the border of a formula; kept if the numbers on its two sides would become one."""
-NEIGHBOURS = 200
-"""Characters looked at on each side of a number."""
+THINKING = re.compile(
+    r"<(/?)(?:think|thinking|thought|reasoning|seed:think)>|\[(/?)THINK\]|◁(/?)think▷",
+    re.IGNORECASE,
+)
+"""Marks of thinking, of several families of models; a group has '/' at the end of it."""
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+BARE_BOX = re.compile(r"\\[A-Za-z]+(?:\{[^{}\n]*\})*|[-+]?[\w.,/^]*\w", re.ASCII)
+r"""What \boxed holds without braces."""
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+DISPLAY = re.compile(r"(\$\$|\\\[|\\\])")
+SAID = re.compile(
+    r"(?:\b(?:answers?|respuesta|réponse|resposta|risposta|antwort)\b|ответ|答案|答え|答|정답|คำตอบ)"
+    r"[^:=：\n]{0,40}?"
+    r"(?:\b(?:is|are|es|est|é|è|ist)\b|[:=：]|是|为|為|は|은|는|คือ)[ \t]*[:：]?",
+    re.IGNORECASE,
+)
+"""What leads in an answer: "The answer is", "Answer:", 答案是."""
+SAID_LOOKED_AT = 16
+"""Such sentences that are looked at, from the last."""
+SENTENCE_END = re.compile(r"(?<![\s.])(?<!approx)(?<!\bca)[.!?](?=\s)|[。！？]")
+WORD = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|[{OTHERS}]{{2,}}")
+VALUE = re.compile(r"[0-9\\$=]")
 MAX_ANSWER = 1000
-"""Characters of a line in which an answer is looked for."""
-LEAD_IN = re.compile(r".*\banswer\b[^:=\n]{0,40}?(?:\bis\b|[:=])\s*:?\s*", re.IGNORECASE)
-FORMULA = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""Marks of LaTeX in a text."""
-EQUALS = re.compile(r"(?<![!<>=])=")
+"""Characters of a line that may be an answer."""
+
+Mark = Literal["box", "####", "said", "end"]
 
 
-def final_number(text: str) -> Decimal | None:
-    """Return the number that ends a worked answer; None if there is none or it is part of more."""
-    _, marker, tail = undressed(text).translate(DASHES).rpartition("####")
-    tail = HOLDERS.sub("{", TEXT.sub(r"\1", tail))
-    numbers = list(NUMBER.finditer(tail))
-    return _alone(tail, numbers[0] if marker else numbers[-1]) if numbers else None
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where a text's final answer is: its text, and what marks it.
+
+    A box and a sentence hold the answer alone; after '####' it comes first; where nothing marks
+    it ("end") it comes last in the text.
+    """
+
+    text: str
+    mark: Mark
+
+    @property
+    def line(self) -> str:
+        """The one line that holds the answer."""
+        lines = [line.strip() for line in _on_lines(self.text).splitlines() if line.strip()]
+        if not lines:
+            return ""
+        if self.mark in ("box", "said"):
+            return " ".join(lines)
+        if self.mark == "####":
+            return next(filter(VALUE.search, lines), lines[0])[:MAX_ANSWER]
+        return next(filter(_may_answer, reversed(lines)), lines[-1])[-MAX_ANSWER:]
+
+
+def find_answer(text: str) -> Answer | None:
+    r"""Return a text's final answer; None where the text was cut off before it was whole.
+
+    That is where thinking never ends, or the last \boxed{} is open.
+    """
+    after = after_thinking(text)
+    if after is None:
+        return None
+    text = undressed(after)
+    box = next(reversed(list(BOX.finditer(text))), None)
+    if box is not None:
+        held = _held(text[box.end() :])
+        return None if held is None else Answer(held, "box")
+    mark = text.rfind("####")
+    said = _said(text, max(mark, 0))
+    if said is not None:
+        return Answer(said, "said")
+    return Answer(text, "end") if mark < 0 else Answer(text[mark + len("####") :], "####")
+
+
+def after_thinking(text: str) -> str | None:
+    """Return what follows the last </think>; None if thinking never ends."""
+    mark = next(reversed(list(THINKING.finditer(text))), None)
+    if mark is None:
+        return text
+    return text[mark.end() :] if any(mark.groups()) else None
+
+
+def opened_thinking(prompt: str) -> str:
+    """Return the mark with which a prompt ends if it opens the answer's thinking; else ''."""
+    mark = next(reversed(list(THINKING.finditer(prompt))), None)
+    is_open = mark is not None and not any(mark.groups()) and not prompt[mark.end() :].strip()
+    return mark[0] if mark is not None and is_open else ""
 
 
 def undressed(text: str) -> str:
-    """Strip what only marks the answer: emphasis, <answer> tags, calculator annotations, \\$."""
+    """Strip what only marks the answer: emphasis, <answer> tags, calculator annotations."""
     for _ in range(2):  # **_18_**
         for pair in EMPHASIS:
             text = pair.sub(r"\2", text)
-    return ESCAPED_DOLLAR.sub("", ANNOTATION.sub("", TAG.sub("\n", text)))
+    return ANNOTATION.sub("", TAG.sub("\n", text))
 
 
-def _alone(text: str, match: re.Match[str]) -> Decimal | None:
-    """Return the number that was matched; None if it is part of something larger."""
-    start, end = match.span()
-    before = text[max(0, start - NEIGHBOURS) : start]
-    if LARGER_BEFORE.search(before) or LARGER_AFTER.match(text[end : end + NEIGHBOURS]):
-        return None
-    negative = match["sign"] or match["after"] or re.search(r"[=:]\s*-\s+$", before)
-    digits = (match["digits"] or "0").replace(",", "")
-    number = Decimal(f"{digits}.{match['part'] or match['alone'] or '0'}")
-    return -number if negative else number
-
-
-def final_line(text: str) -> str:
-    r"""Return the part of a text that is its final answer.
-
-    That is the last \boxed{}, else the line after the last '####', else the whole text if it has a
-    formula, else the last line, after its last '=' if it has no comma.
-    """
-    text = undressed(text)
-    last = last_boxed(text)
-    if last is not None:
-        return f"\\boxed{{{last}}}"
-    _, marker, tail = text.rpartition("####")
-    lines = [line.strip() for line in (tail if marker else text).splitlines() if line.strip()]
-    if not lines or (not marker and FORMULA.search(text)):
-        return text.strip()
-    final = (lines[0][:MAX_ANSWER] if marker else lines[-1][-MAX_ANSWER:]).rstrip(". ")
-    lead_in = LEAD_IN.match(final)
-    final = final[lead_in.end() :] if lead_in else final
-    return final if "," in final else EQUALS.split(final)[-1].strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{} of a text; None if it is absent or open."""
-    start = text.rfind("\\boxed{")
+def _held(after: str) -> str | None:
+    r"""Return the content of a \boxed that stands before this text; None if it is open."""
+    if not after.startswith("{"):
+        bare = BARE_BOX.match(after)
+        return bare[0] if bare else None
     depth = 0
-    for at in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    for brace in BRACE.finditer(after):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
-            return text[start + len("\\boxed{") : at]
+            return after[1 : brace.start()]
     return None
+
+
+def _said(text: str, start: int) -> str | None:
+    """Return what the last sentence "the answer is", from start on, says; None: none does."""
+    for lead_in in islice(reversed(list(SAID.finditer(text, start))), SAID_LOOKED_AT):
+        rest = _on_lines(text[lead_in.end() :][:MAX_ANSWER]).lstrip().partition("\n")[0]
+        end = SENTENCE_END.search(rest)
+        said = rest[: end.start()] if end else rest
+        if said.strip() and _may_answer(said):
+            return said.strip().rstrip(". 。")
+    return None
+
+
+def _may_answer(line: str) -> bool:
+    """Return whether a line may be an answer: it has a value in it, or at most two words."""
+    return bool(VALUE.search(line)) or len(WORD.findall(line)) <= 2
+
+
+def _on_lines(text: str) -> str:
+    r"""Return the text with each formula in $$..$$ or \[..\] on one line."""
+    parts = DISPLAY.split(text)
+    opened: int | None = None
+    for index in range(1, len(parts), 2):
+        closes = opened is not None and parts[index] == {"$$": "$$", "\\[": "\\]"}[parts[opened]]
+        if opened is not None and closes:
+            parts[opened + 1 : index] = [p.replace("\n", " ") for p in parts[opened + 1 : index]]
+            opened = None
+        elif parts[index] != "\\]":
+            opened = index
+    return "".join(parts)

@@ -4,49 +4,97 @@
     gsm8k     the same final number
     math      the same mathematics (the library math-verify, in processes of its own)
 
-Each is a reward function with one part, `correct`, 1 or 0. In doubt it is 0: a policy soon finds
-what is rewarded without being right.
+Each is a reward function with one part, `correct`, 1 or 0. Two equal texts are always right. In
+doubt it is 0: a policy soon finds what is rewarded without being right.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 
 from jaxrl_async.errors import RefusedScore
-from jaxrl_async.scorers.answers import final_number
-from jaxrl_async.scorers.mathprocess import same_mathematics
+from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer
+from jaxrl_async.scorers.mathprocess import can_be_read, same_mathematics
+from jaxrl_async.scorers.units import differ
+from jaxrl_async.scorers.written_numbers import number_of, plain_float
 from jaxrl_async.types import CORRECT
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
     """Check that the completion, or what follows a '#' in it up to its end, is the reference.
 
-    Spaces around either are ignored. A reference may itself have a '#' in it ("C#").
+    Thinking does not count, nor do spaces around either. A reference may itself have a '#' in it
+    ("C#"); one that a table kept as a float (5.0, 1e+16) is that number in digits, too.
     """
-    given, right = completion.strip(), _needed(reference).strip()
+    given, right = (after_thinking(completion) or "").strip(), _needed(reference).strip()
+    return _verdict(
+        completion.strip() == right
+        or any(_is_or_ends_in(given, text) for text in {right, plain_float(right)})
+    )
+
+
+def _is_or_ends_in(given: str, right: str) -> bool:
     before = given.removesuffix(right).rstrip()
-    marked = given.endswith(right) and before.endswith("#")
-    return {CORRECT: float(given == right or marked)}
+    return given == right or (given.endswith(right) and before.endswith("#"))
 
 
 def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
-    """Check the final number: the first after the last '####', else the last of the text.
+    r"""Check the final number: the first after '####', else the last of the answer.
 
-    18, 18.0, $18, 18%, **18**, 18kg and 1,018 without its comma are numbers. A final number that is
-    part of something larger (1/2, 10-5, sqrt(2), (1,2), x^2, 2x, 18g, 5 million, > 3) makes the
-    answer wrong; earlier numbers are not tried instead. (One letter after a number may be a
-    variable.) The format is that of Cobbe et al. 2021 (arXiv:2110.14168).
+    Where the answer is: answers.py. 18, 18.0, $18, 18%, **18**, 18kg, 18元 and 1,018 without its
+    comma are numbers. A final number that is part of something larger (1/2, 10-5, sqrt(2), (1,2),
+    x^2, 2x, 18g, 5 million, > 3) makes the answer wrong unless the reference has the same text;
+    earlier numbers are not tried instead. (One letter after a number may be a variable.) Units
+    that differ make it wrong. The format is that of Cobbe et al. 2021 (arXiv:2110.14168).
     """
-    right, given = final_number(_needed(reference)), final_number(completion)
-    return {CORRECT: float(right is not None and given == right)}
+    if equal_texts(completion, _needed(reference)):
+        return _verdict(True)
+    given, right = find_answer(completion), find_answer(plain_float(reference))
+    if given is None or right is None:
+        return _verdict(False)
+    number = number_of(right)
+    same = number is not None and number_of(given) == number
+    return _verdict(same and not differ(given.line, right.line))
 
 
 def math(completion: str, reference: str) -> Mapping[str, float]:
     r"""Check that the final answer equals the reference mathematically: 1/2, \frac12 and 0.5.
 
-    The final answer is the content of the last \boxed{}, else what follows the last '####', else
-    the last formula in $..$, \(..\) or \[..\], else the last line. The library math-verify parses
-    and compares; an answer on which it takes too long is wrong (scorers/mathprocess.py).
+    Where the answer is: answers.py; of a sentence or a line the last formula counts, or the number
+    behind it. '$' before a digit is money unless it begins a formula. The library math-verify
+    parses and compares; numbers are compared relatively, units that differ are different, and an
+    answer on which it takes too long is wrong (mathprocess.py, mathreading.py).
     """
-    return {CORRECT: float(same_mathematics(completion, _needed(reference)))}
+    if equal_texts(completion, _needed(reference)):
+        return _verdict(True)
+    return _verdict(same_mathematics(completion, reference))
+
+
+def equal_texts(completion: str, reference: str) -> bool:
+    """Return whether the completion, or its answer, is the reference, spaces left out."""
+    if completion.strip() == reference.strip():
+        return True
+    given, right = find_answer(completion), find_answer(reference)
+    if given is None or right is None:
+        return False
+    texts = {_bare(reference), _bare(right.line)} - {""}
+    return _bare(given.line) in texts
+
+
+def unreadable(grader: Callable[..., object], reference: str) -> bool:
+    """Return whether a built-in grader can pay for an equal text alone with such a reference."""
+    if not reference.strip():
+        return True
+    if grader is gsm8k:
+        return number_of(find_answer(plain_float(reference))) is None
+    return grader is math and not can_be_read(reference)
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\s+|^\$|\$$|\.$", "", TEXT.sub(r"\1", text.strip()))
+
+
+def _verdict(correct: bool) -> Mapping[str, float]:
+    return {CORRECT: float(correct)}
 
 
 def _needed(reference: str) -> str:

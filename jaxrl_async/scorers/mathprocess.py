@@ -12,7 +12,6 @@ because it uses signals, which work in the main thread only.
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -20,10 +19,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.scorers.answers import FORMULA, final_line, final_number
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def same_mathematics(completion: str, reference: str) -> bool:
     RolloutError if the process ends for another reason.
     """
     with _PROCESSES.one() as process:
-        verdict = process.ask(completion, reference)
+        verdict = process.ask([completion, reference])
     if verdict is None:
         log.warning(
             "no verdict on an answer within %g s of CPU and %d MiB: it counts as wrong: %.80r",
@@ -55,18 +53,24 @@ def same_mathematics(completion: str, reference: str) -> bool:
     return bool(verdict)
 
 
+def can_be_read(reference: str) -> bool:
+    """Return whether a reference can be read as mathematics. Raises as same_mathematics."""
+    with _PROCESSES.one() as process:
+        return bool(process.ask([reference]))
+
+
 class _Process:
     """One process, started when first needed and again after it ended. One thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, completion: str, reference: str) -> bool | None:
+    def ask(self, texts: list[str]) -> bool | None:
         """Return the verdict; None if the process ended while comparing."""
         process = self._process = self._process or _started()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps([completion, reference]) + "\n")
+            process.stdin.write(json.dumps(texts) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -135,55 +139,27 @@ def _started() -> "subprocess.Popen[str]":
 
 # ---- in the process
 
-WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt|frac|infty|theta|alpha|beta|gamma)[A-Za-z]{4,}")
-"""A word of prose, not of a formula."""
-
 
 def serve_comparisons(questions: TextIO, verdicts: TextIO) -> None:
-    """Answer every line of questions with true, false or null (out of memory)."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    """Answer every line of questions: a pair of texts with whether they are equal, one text with
+    whether it can be read as mathematics; null: out of memory."""
+    from jaxrl_async.scorers.mathreading import is_readable, same
 
     logging.disable(logging.CRITICAL)
-    plain, formulas = [ExprExtractionConfig()], [LatexExtractionConfig(boxed_match_priority=0)]
-
-    def parsed(text: str, kind: Any) -> list[Any]:
-        expressions: list[Any] = parse(text, kind, parsing_timeout=None)
-        return expressions
-
-    def answer(text: str) -> list[Any]:
-        """Parse the final answer of a text in every way that may be meant."""
-        final = final_line(text)
-        if FORMULA.search(final):
-            return parsed(final, formulas)
-        if not WORD.search(final):
-            return parsed(boxed(final), formulas)
-        expressions = parsed(final, plain)
-        is_number = bool(expressions) and getattr(expressions[0], "is_Number", False)
-        return [] if is_number and final_number(final) is None else expressions
-
-    def same(completion: str, reference: str) -> bool:
-        given = answer(completion)
-        right = parsed(reference if FORMULA.search(reference) else boxed(reference), formulas)
-        return bool(verify(right, given, timeout_seconds=None)) if right else False
-
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     for line in questions:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        texts = json.loads(line)
         try:
-            verdict = same(*json.loads(line))
+            verdict = same(*texts) if len(texts) == 2 else is_readable(*texts)
         except MemoryError:
             verdict = None
         except Exception:
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), file=verdicts, flush=True)
-
-
-def boxed(text: str) -> str:
-    r"""Wrap a text in \boxed{}, by which the library finds a formula."""
-    return f"\\boxed{{{text}}}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
+from jaxrl_async.scorers.answers import opened_thinking
 from jaxrl_async.scorers.graders import exact, gsm8k
 from jaxrl_async.scorers.graders import math as same_math
 from jaxrl_async.scorers.results import MODEL, added, distinct_parts
@@ -42,6 +43,8 @@ RewardFunction = Callable[..., Any]
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": same_math}
 QUICK = (exact, gsm8k)
 """Built-ins that run on the caller's thread."""
+OPENING_TOKENS = 16
+"""Tokens before an answer in which the prompt may open its thinking."""
 
 
 def find_reward(name: str) -> RewardFunction:
@@ -183,7 +186,8 @@ class RewardScorer:
     ) -> list[Score | None]:
         """Return one function's Score of each episode; None where it does not apply."""
         if judge.function in REWARDS.values():
-            whole = replace(whole, texts=whole.last_texts)
+            graded = tuple(_graded_text(e, self._decode) for e in whole.episodes)
+            whole = replace(whole, texts=graded)
         calls = [whole] if arguments.whole_group else _each(whole)
         logs = [logged] if arguments.whole_group else [[one] for one in logged]
         results = await side_by_side(
@@ -267,6 +271,18 @@ def _log_to(logged: Sequence[dict[str, list[float]]]) -> Log:
 
 def _means(logged: dict[str, list[float]]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in logged.items()}
+
+
+def _graded_text(episode: Episode, decode: Callable[[IntArray], str]) -> str:
+    """Return the text of the policy's last turn, after the mark of thinking with which the prompt
+    ends, if it does."""
+    places = np.flatnonzero(episode.drawn)
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    turn = places[breaks[-1] + 1 :] if len(breaks) and episode.num_turns > 1 else places
+    text = decode(episode.token_ids[turn])
+    first = int(turn[0]) if len(turn) else 0
+    opened = opened_thinking(decode(episode.token_ids[max(0, first - OPENING_TOKENS) : first]))
+    return f"{opened}\n{text}" if opened else text
 
 
 class _about:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.scorers import mathprocess
-from jaxrl_async.scorers.answers import final_line, final_number, last_boxed
+from jaxrl_async.scorers.answers import find_answer
 from jaxrl_async.scorers.graders import exact, gsm8k, math
+from jaxrl_async.scorers.units import unit_of
+from jaxrl_async.scorers.written_numbers import number_of, plain_signs
 
 NOT_ASKED = None
 VERDICTS = [  # completion, reference, and what exact, gsm8k and math must say
@@ -59,11 +61,11 @@ VERDICTS = [  # completion, reference, and what exact, gsm8k and math must say
     ("-18", "18", 0, 0, 0),
     ("18", "-18", 0, 0, 0),
     ("", "18", 0, 0, 0),
-    ("C#", "C#", 1, 0, 1),
+    ("C#", "C#", 1, 1, 1),
     ("I say #C#", "C#", 1, 0, NOT_ASKED),
     ("C", "C#", 0, 0, 0),
     ("B#", "C#", 0, 0, 0),
-    ("#", "#", 1, 0, NOT_ASKED),
+    ("#", "#", 1, 1, NOT_ASKED),
     ("# include", "include", 1, 0, NOT_ASKED),
     ("so $18 a day\n#### 18", "18", 1, 1, 1),
     ("Step 3: 18", "18", 0, 1, NOT_ASKED),
@@ -83,20 +85,20 @@ VERDICTS = [  # completion, reference, and what exact, gsm8k and math must say
     ("\\boxed{0.5}", "1/2", 0, 0, 1),
     ("1/2", "0.5", 0, 0, 1),
     ("\\frac12", "1/2", 0, 0, 1),
-    ("\\boxed{(1,2)}", "(1,2)", 0, 0, 1),
-    ("(1,2)", "(1,2)", 1, 0, 1),
+    ("\\boxed{(1,2)}", "(1,2)", 0, 1, 1),
+    ("(1,2)", "(1,2)", 1, 1, 1),
     ("\\boxed{(2,1)}", "(1,2)", 0, 0, 0),
     ("\\boxed{3} no, \\boxed{4}", "4", 0, 1, 1),
     ("\\boxed{3} no, \\boxed{4}", "3", 0, 0, 0),
     ("2\\sqrt{3}", "\\sqrt{12}", 0, 0, 1),
     ("sqrt(2)", "\\sqrt{2}", 0, 0, 1),
-    ("The answer is B", "B", 0, 0, 1),
+    ("The answer is B", "B", 0, 1, 1),
     ("\\boxed{A}", "B", 0, 0, 0),
     ("I think x < 3", "x<3", 0, 0, NOT_ASKED),
-    ("[0,1)", "[0,1)", 1, 0, 1),
+    ("[0,1)", "[0,1)", 1, 1, 1),
     ("[0,1]", "[0,1)", 0, 0, 0),
     ("x^2+2x+1", "(x+1)^2", 0, 0, 1),
-    ("\\boxed{\\text{blue}}", "blue", 0, 0, 1),
+    ("\\boxed{\\text{blue}}", "blue", 0, 1, 1),
     ("1 or 2", "2", 0, NOT_ASKED, NOT_ASKED),
     ("$x$ is 3 and $y$ is 4, so \\boxed{7}", "7", 0, 1, 1),
 ]
@@ -270,7 +272,9 @@ def test_a_long_answer_is_looked_through_once():
     ]
     for piece in pieces:
         started = time.process_time()
-        final_number(piece * 50_000), final_line(piece * 50_000), last_boxed(piece * 50_000)
+        for text in (piece * 50_000, f"#### {piece * 50_000}"):
+            answer = find_answer(text)
+            number_of(answer), answer and answer.line, plain_signs(text), unit_of(text)
         assert time.process_time() - started < 2, piece
 
 
@@ -278,7 +282,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(caplog):
     started = time.monotonic()
     assert math("\\boxed{9^{9^{9^{9}}}}", "2") == {"correct": 0}
     assert "no verdict on an answer within 3 s of CPU" in caplog.text
-    assert math("\\boxed{2}", "2") == {"correct": 1}
+    assert math("\\boxed{4/2}", "2") == {"correct": 1}
     assert time.monotonic() - started < 60
 
 
@@ -298,13 +302,13 @@ def test_mathematics_is_compared_from_any_thread_in_a_few_processes():
 
 
 def test_a_process_that_is_killed_is_an_error_and_not_a_verdict():
-    assert math("\\boxed{2}", "2") == {"correct": 1}
+    assert math("\\boxed{4/2}", "2") == {"correct": 1}
     process = mathprocess._PROCESSES._free[-1]._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RolloutError, match="lost the process that compares mathematics"):
-        math("\\boxed{2}", "2")
-    assert math("\\boxed{2}", "2") == {"correct": 1}
+        math("\\boxed{4/2}", "2")
+    assert math("\\boxed{4/2}", "2") == {"correct": 1}
 
 
 def test_the_process_ends_with_the_run():

@@ -1,0 +1,131 @@
+r"""Read an answer as one number, in the ways people write it. Needs no JAX.
+
+18   $18   1,018   1\,018   １８   18元   18kg        a number
+1/2   10-5   x^2   2x   5 million   5万               part of something larger: none
+"""
+
+import re
+import unicodedata
+from decimal import Decimal
+
+from jaxrl_async.scorers.answers import OTHERS, TEXT, Answer
+
+CURRENCIES = "$€£¥₹₩₽฿"
+NUMBER = re.compile(
+    rf"(?P<sign>-)?[{CURRENCIES}]?(?P<after>-)?"
+    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?"
+    r"(?(digits)(?:\.(?P<part>[0-9]+))?|\.(?P<alone>[0-9]+))"
+)
+"""A number as people write it; a comma belongs to it only before groups of three digits."""
+FLOAT = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
+"""A number as Python writes a float."""
+MOST_EXPONENT = 400
+"""Largest exponent that a float has, about."""
+SIGNS = {"٫": ".", "٬": ",", "⁄": "/", "∕": "/", "\u3000": " ", "，": "，"} | dict.fromkeys(
+    "−–—‒", "-"
+)
+"""Signs of other scripts, as ASCII's; a full-width comma separates clauses and stays."""
+GROUPS = re.compile(
+    r"(?<![0-9.,])[0-9]{1,3}"
+    r"(?:(?:\\[,;:! ]|\{,\}|,\\!|\\thinspace |[~'’\u00a0\u2005-\u2009\u202f])[0-9]{3})+(?![0-9])"
+)
+"""Thousands as LaTeX and printers set them apart."""
+LETTER, ALPHA = rf"[^\W_{OTHERS}]", rf"[^\W\d_{OTHERS}]"
+OR = r"(?: \bor\b | 或 | または | 또는 | или | หรือ )"
+UNIT = rf"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b
+    | kwh? | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months?
+    | years? | usd | eur | gbp | cents? | dollars? | euros? | percent )
+    (?! {LETTER} | [_({{\[^] )"""
+"""A unit that may follow its number without a space; one letter may be a variable."""
+LARGER_BEFORE = re.compile(
+    rf"""(?: {LETTER} | _ | [.,^√±<>≤≥≠\\/*×÷] | !=         # glued: x2, 1.2, 1,2, 2^3, >5
+        | [0-9] [，、]                                        # 1，2
+        | [0-9)}}\]] [ ]* (?: \*\* | // | [-+*^/×÷~〜] ) [ ]* -?    # 10 - 5, 1 / 2, 5~18
+        | (?: [0-9*+/^×÷-] | [0-9)}}\]] [ ]* [-+*^/×÷] [ ]* ) [({{\[] [ ]*    # 2(5), 3 * (5)
+        | [0-9)}}\]] [ ]+ x [ ]+                           # 9 x 2
+        | \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | [lg]eq? | [lgn]t | neq? ) [ ]*
+        | [0-9] (?: : | [ ]+ : [ ]* )                      # 1:2, not "step 1: 2"
+        | (?<!{ALPHA}) {ALPHA} [ ]* [-+*^/×÷] [ ]*         # x + 2
+        | [^=:\s] [ ]+ - [ ]+                              # is - 5: a sign or a dash?
+        | [<>≤≥≠] =? [ ]* | != [ ]*
+        | (?: {ALPHA} | _ ) [({{\[] [ ]* | [}}\])^_] [({{\[]            # sqrt(2), \frac{{1}}{{2}}
+        | [({{\[] [^(){{}}\[\]]* , \s*                     # (1, 2
+        | 分之 | 分の | 분의 | [0-9] \s* {OR} \s*
+        )$""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What precedes a number that is part of something larger."""
+LARGER_AFTER = re.compile(
+    rf"""(?: (?!{UNIT}) {LETTER} | _ | [\^({{\[√] | [,.:，、][0-9]  # glued: 3x, 2(5), not 18kg
+        | [ ]* [)}}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({{\[]      # (5) * 3, (5)(3)
+        | [ ]+ x [ ]+ [0-9]
+        | [ ]* \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | pi )
+        | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* {ALPHA}(?!{LETTER}) ) | [ ]: [ ]* [0-9] )
+        | \s* , [^(){{}}\[\]]* [)\]}}]                     # 1, 2)
+        | [ ]* (?: hundred | thousand | million | billion | trillion | dozen )
+        | [ ]* (?: [百万萬亿億兆半백천만억조] | 千(?![克米瓦]) | 分之 | 分の | 분의
+            | тыс | миллион | миллиард | млн | млрд | ร้อย | พัน | หมื่น | แสน | ล้าน )
+        )""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What follows such a number."""
+WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{")
+"""LaTeX that wraps an answer without changing it."""
+ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
+"""Money, not the border of a formula; kept if the numbers on its two sides would become one."""
+NEIGHBOURS = 200
+"""Characters looked at on each side of a number."""
+
+
+def number_of(answer: Answer | None) -> Decimal | None:
+    """Return an answer's number: the first after '####', else the last.
+
+    None if there is no answer or no number, or if the number is part of something larger.
+    """
+    if answer is None:
+        return None
+    text = ESCAPED_DOLLAR.sub("", plain_signs(answer.text))
+    text = WRAPPED.sub("{", TEXT.sub(r"\1", text))
+    numbers = list(NUMBER.finditer(text))
+    return _alone(text, numbers[0 if answer.mark == "####" else -1]) if numbers else None
+
+
+def plain_signs(text: str) -> str:
+    """Return the text with the digits, signs and thousands of all scripts as ASCII's."""
+    text = re.sub(r"[^\x00-\x7f]+", lambda found: "".join(map(_plain, found[0])), text)
+    return GROUPS.sub(lambda found: re.sub(r"[^0-9]+|thinspace ", "", found[0]), text)
+
+
+def plain_float(text: str) -> str:
+    """Return a number as a float is written as people write it: 5.0 as 5, 1e-05 as 0.00001; all
+    other text as it is."""
+    whole = text.strip()
+    if not FLOAT.fullmatch(whole) or not {".", "e"} & set(whole):
+        return text
+    if "e" not in whole and not re.search(r"\.0+$", whole):
+        return text
+    if abs(int(whole.partition("e")[2] or 0)) > MOST_EXPONENT:
+        return text
+    written = f"{Decimal(whole):f}"
+    return written.rstrip("0").rstrip(".") if "." in written else written
+
+
+def _plain(character: str) -> str:
+    if character in SIGNS:
+        return SIGNS[character]
+    if unicodedata.category(character) == "Nd":
+        return str(unicodedata.decimal(character))
+    is_wide = "\uff01" <= character <= "\uff5e"
+    return chr(ord(character) - 0xFEE0) if is_wide else character
+
+
+def _alone(text: str, match: re.Match[str]) -> Decimal | None:
+    """Return the number that was matched; None if it is part of something larger."""
+    start, end = match.span()
+    before = text[max(0, start - NEIGHBOURS) : start]
+    if LARGER_BEFORE.search(before) or LARGER_AFTER.match(text[end : end + NEIGHBOURS]):
+        return None
+    negative = match["sign"] or match["after"] or re.search(r"[=:]\s*-\s+$", before)
+    digits = (match["digits"] or "0").replace(",", "")
+    number = Decimal(f"{digits}.{match['part'] or match['alone'] or '0'}")
+    return -number if negative else number
