@@ -120,17 +120,23 @@ def configured(
 def check_given(
     brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
 ) -> None:
-    """Require data and a model of a call that names no configuration: the defaults would train
-    random weights on the embedded task. Arguments as configured's. Raises ConfigError."""
-    if config is not None:
-        return
-    named = settings.keys()
-    if brought.data is None and brought.task is None and not {"source", "jsonl", "runs"} & named:
+    """Require data and a model that were asked for: by an argument, or by name in the
+    configuration. The defaults would train random weights on the embedded task. Arguments as
+    configured's. Raises ConfigError."""
+    tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else _tree_of(config)
+    brought, sections = _without_sections(brought)
+    for name, value in {**sections, **settings}.items():
+        _put(tree, name, value)
+    data, model = tree.get("data") or {}, tree.get("model") or {}
+    brings = brought.data is not None or brought.task is not None or bool(tree.get("task"))
+    asks = bool({"source", "addition"} & data.keys()) or bool(tree.get("runs"))
+    if not (brings or asks):
         raise ConfigError(
             "train: there is no data. Give records (data=[{'question': ..., 'answer': ...}]), a "
-            "file of them, or a task; config='recipe:addition' trains on the embedded one."
+            "file of them, or a task; data={'source': 'addition'} or config='recipe:addition' "
+            "trains on the embedded one."
         )
-    if brought.model is None and not {"architecture", "path", "decoder"} & named:
+    if brought.model is None and not {"architecture", "path", "decoder"} & model.keys():
         raise ConfigError(
             "train: there is no model. Give model=DIRECTORY, a name on the hub, a Policy, or "
             "model={'architecture': {'layers': 2}} for random weights."
@@ -334,10 +340,34 @@ def _rows_of_table(data: Any) -> Any:
     if hasattr(data, "columns") and hasattr(data, "to_dicts"):
         return data.to_dicts()
     if hasattr(data, "columns") and hasattr(data, "to_dict"):
-        return data.astype(object).where(data.notna(), None).to_dict("records")
+        return _rows_of_frame(data)
     if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
+        names = list(data.column_names)
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(
+                f"train: two columns of the table are named {twice[0]!r}. Rename or drop one."
+            )
         return data.to_pylist()
     return data
+
+
+def _rows_of_frame(data: Any) -> list[dict[str, Any]]:
+    """Return the rows of a pandas data frame. A whole number next to an empty cell, for which
+    pandas makes the column one of floats, is a whole number again. Raises DataError."""
+    if not data.columns.is_unique:
+        twice = data.columns[data.columns.duplicated()][0]
+        raise DataError(
+            f"train: two columns of the data frame are named {twice!r}. Rename or drop one."
+        )
+    filled, columns = data.notna(), {}
+    for name in data.columns:
+        is_float = getattr(data[name].dtype, "kind", "") == "f"
+        cells = [v if ok else None for v, ok in zip(data[name].tolist(), filled[name], strict=True)]
+        present = [cell for cell in cells if cell is not None]
+        if is_float and len(present) < len(cells) and all(float(v).is_integer() for v in present):
+            cells = [None if cell is None else int(cell) for cell in cells]
+        columns[name] = cells
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:

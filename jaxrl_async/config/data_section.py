@@ -24,9 +24,10 @@ class JsonlSection(Section):
     and rejected, or prompt, completion and label."""
 
     path: str = ""
-    """Training records: a file with one JSON object per line; or (extra [datasets]) a FILE.parquet,
-    a folder of such files or of one split that `datasets` saved, or OWNER/NAME:CONFIG:SPLIT on the
-    Hugging Face hub (SPLIT is train if it is left out, and CONFIG if there is one alone)."""
+    """Training records: a file with one JSON object per line, also packed by gzip, bz2 or xz; or
+    (extra [datasets]) a FILE.parquet, a folder of such files or of one split that `datasets` saved,
+    or OWNER/NAME:CONFIG:SPLIT on the Hugging Face hub (SPLIT is train if it is left out, and CONFIG
+    if there is one alone)."""
     eval_path: str | None = None
     """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
     path."""
@@ -36,7 +37,10 @@ class JsonlSection(Section):
     """Field with the question, or with chat messages; preference jobs always read `prompt`."""
     messages_field: str | None = "messages"
     """Field with chat messages, read where a record has no prompt_field; a last message of the
-    assistant's is the answer. null: none."""
+    assistant's is the answer. They may be JSON text. null: none."""
+    tools_field: str | None = "tools"
+    """Field with the function tools that the chat format shows with a record's messages, a list or
+    JSON text; `tool_defs` is read where a record has no such field. null: none are shown."""
     answer_field: str | None = "answer"
     """Field with the answer; null: the records have none, and a reward's reference is empty.
     Preference jobs read chosen and rejected, or completion."""
@@ -71,8 +75,10 @@ class DataSection(Section):
     keep_thinking: bool = False
     """Keep the thinking of earlier turns where the chat format drops it, so that a conversation
     stays one sequence."""
-    max_prompt_tokens: Positive = 64
-    """Longest prompt, tokens; longer ones are skipped, counted and logged."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt of record files, tokens; longer ones are skipped, counted and logged. null:
+    what sampler.max_length leaves after sampler.max_new_tokens, and at least half of it where that
+    is not set; all but one token of it where nothing is drawn."""
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
     """Order of the prompts: the stream's, or drawn with weights 1 - p (hard_first) or p (1 - p)
     (frontier_first), p being the prompt's measured pass rate."""

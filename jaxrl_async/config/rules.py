@@ -297,9 +297,10 @@ def a_selection_has_a_choice(config: Config) -> Iterator[str]:
 def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
     """Require the longest prompt to be shorter than the longest sequence; a task's environments
     write their own."""
-    if config.data.max_prompt_tokens >= config.sampler.max_length and config.task is None:
+    limit = config.data.max_prompt_tokens
+    if limit is not None and limit >= config.sampler.max_length and config.task is None:
         yield (
-            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) leaves no room for an "
+            f"data.max_prompt_tokens ({limit}) leaves no room for an "
             f"answer in sampler.max_length ({config.sampler.max_length}). Lower the first or raise "
             "the second."
         )

@@ -159,6 +159,24 @@ class Config(Section):
         )
 
     @property
+    def prompt_limit(self) -> int:
+        """Longest prompt of record files, tokens; see data.max_prompt_tokens."""
+        if self.data.max_prompt_tokens is not None:
+            return self.data.max_prompt_tokens
+        sampler = self.sampler
+        if self.run.job != "rl":
+            return max(self.longest_example - 1, 1)
+        left = sampler.max_length - sampler.max_new_tokens
+        if not sampler.is_set("max_new_tokens"):
+            left = max(left, sampler.max_length // 2)
+        return max(left, 1)
+
+    @property
+    def limited_data(self) -> DataSection:
+        """The data's settings, with the longest prompt as a number."""
+        return self.data.model_copy(update={"max_prompt_tokens": self.prompt_limit})
+
+    @property
     def row_length(self) -> int:
         """Length of a packed training row, tokens."""
         shares = self.trainer.share_prefixes and self.run.job == "rl"

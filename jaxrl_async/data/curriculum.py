@@ -155,6 +155,11 @@ class Curriculum:
         self._unsorted: list[Seen] = []  # since the last draw
         self._upcoming: dict[int, Prompt] = {}  # of the pool
 
+    @property
+    def references(self) -> tuple[str, ...]:
+        """See PromptStream."""
+        return self._stream.references
+
     def __iter__(self) -> "Curriculum":
         return self
 
@@ -289,12 +294,15 @@ def make_stream(
     process_index: int = 0,
     process_count: int = 1,
     own: OwnRecords | None = None,
+    graded: bool = False,
 ) -> PromptStream | Curriculum:
     """Return one process's endless stream of prompts, in fixed order or by data.curriculum.
 
-    own: see eval_prompts. Raises DataError or ConfigError.
+    own, graded: see eval_prompts. Raises DataError or ConfigError.
     """
-    stream = make_prompts(data, tokenizer, seed, process_index, process_count, own=own)
+    stream = make_prompts(
+        data, tokenizer, seed, process_index, process_count, own=own, graded=graded
+    )
     if data.curriculum == "none":
         return stream
     return Curriculum(

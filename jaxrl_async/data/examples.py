@@ -27,6 +27,7 @@ from jaxrl_async.data.preferences import PreferencePair, read_preferences
 from jaxrl_async.data.prompts import saved_position, shuffled
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.records import (
+    FIELDS,
     AdditionSource,
     OwnRecords,
     Record,
@@ -34,6 +35,7 @@ from jaxrl_async.data.records import (
     jsonl_split,
     supervised_pair,
 )
+from jaxrl_async.data.survey import digest_of
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.types import BoolArray, IntArray
@@ -87,7 +89,12 @@ class ExampleStream(Generic[T]):
     def __init__(self, examples: Examples[T | None], seed: int) -> None:
         """None among the examples is one that does not fit: it is left out, and logged."""
         self._dataset: Any = shuffled(examples, seed)
-        self._identity = {"seed": seed, "num_records": len(examples)}
+        self._identity = {
+            "seed": seed,
+            "num_records": len(examples),
+            "records_digest": digest_of(examples),
+        }
+        self._count = len(examples)
         self._next = self._left_out = 0
 
     def take(self, count: int) -> list[T]:
@@ -107,18 +114,18 @@ class ExampleStream(Generic[T]):
 
     def _leave_out(self, in_row: int) -> None:
         self._left_out += 1
-        if in_row >= min(self._identity["num_records"], MOST_LEFT_OUT):
+        if in_row >= min(self._count, MOST_LEFT_OUT):
             raise DataError(f"{in_row} examples in a row {TOO_LONG}")
         if self._left_out == 1 or self._left_out % 100 == 0:
             log.warning(
                 "%d examples so far are longer than a training row and left out", self._left_out
             )
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position and the stream's identity, as JSON."""
         return {**self._identity, "next": self._next}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; raise DataError if it is of another stream."""
         self._next = saved_position(self._identity, state, "examples")
 
@@ -156,15 +163,16 @@ def _read_demonstrations(
     def parse(fields: Mapping[str, Any]) -> Demonstration:
         pair = supervised_pair(reader.record(fields), tokenizer)
         if len(pair[0]) > most_tokens:
-            raise BadRecord(Bad.PAIR_TOO_LONG)
+            raise BadRecord(
+                Bad.PAIR_TOO_LONG, f"{len(pair[0])} tokens, and {most_tokens} are allowed"
+            )
         return pair
 
     return parse_rows(
         path,
         parse,
         data.jsonl.max_bad_share,
-        "set data.jsonl.prompt_field, data.jsonl.messages_field, data.jsonl.answer_field, "
-        "data.max_prompt_tokens, trainer.row_length or data.jsonl.max_bad_share",
+        FIELDS,
     )
 
 

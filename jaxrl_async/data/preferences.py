@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.config.schema import DataSection
-from jaxrl_async.data.chat_formats.chat_messages import checked_messages, is_conversation
+from jaxrl_async.data.chat_formats.chat_messages import (
+    as_messages,
+    checked_messages,
+    is_conversation,
+)
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
-from jaxrl_async.data.records import RecordReader, field_text
+from jaxrl_async.data.records import RecordReader, field_text, lacking
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import IntArray, Message
@@ -74,8 +78,8 @@ def read_preferences(
         path,
         lambda fields: _pair_of(fields, reader, max_tokens),
         data.jsonl.max_bad_share,
-        "give each record prompt, chosen and rejected, or prompt, completion and a true or false "
-        "label; raise trainer.row_length, data.max_prompt_tokens or data.jsonl.max_bad_share",
+        "give each record prompt, chosen and rejected, or prompt, completion and a label: true or "
+        "false, 1 or 0",
     )
     same = sum(np.array_equal(pair.chosen_ids, pair.rejected_ids) for pair in pairs)
     if same:
@@ -86,7 +90,7 @@ def read_preferences(
 def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -> PreferencePair:
     asked, chosen, rejected = _parts(fields)
     answers = [answer for answer in (chosen, rejected) if answer is not None]
-    prompt_ids, answer_ids = reader.pair_ids(asked, answers)
+    prompt_ids, answer_ids = reader.pair_ids(asked, answers, reader.tools_of(fields))
     ids, none = iter(answer_ids), np.zeros(0, np.int32)
     pair = PreferencePair(
         prompt_ids=prompt_ids,
@@ -97,7 +101,10 @@ def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -
         raise BadRecord(Bad.EMPTY)
     longest = max(len(answer) for answer in pair.answers)
     if len(prompt_ids) + longest > max_tokens:
-        raise BadRecord(Bad.PAIR_TOO_LONG)
+        raise BadRecord(
+            Bad.PAIR_TOO_LONG,
+            f"{len(prompt_ids) + longest} tokens, and {max_tokens} are allowed",
+        )
     return pair
 
 
@@ -106,11 +113,11 @@ Answer = str | Message
 
 def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None]:
     """Return prompt, chosen and rejected answer, one of them None in a judged record."""
-    asked = fields.get(Field.PROMPT)
+    asked = as_messages(fields.get(Field.PROMPT))
     if Field.LABEL in fields:
         label, (before, answer) = fields[Field.LABEL], _answer(fields, Field.COMPLETION)
-        if not isinstance(label, bool):
-            raise BadRecord(Bad.FIELD)
+        if label not in (0, 1):  # False, True, 0.0 and 1.0 among them
+            raise BadRecord(Bad.FIELD, f"the label is {str(label)[:40]!r}, neither 1 nor 0")
         chosen, rejected = (answer, None) if label else (None, answer)
     else:
         (before, chosen), (other, rejected) = (
@@ -118,18 +125,39 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
         )
         if before != other:
             raise BadRecord(Bad.MESSAGES, "chosen and rejected begin with different messages")
-    if before and asked is not None:
-        raise BadRecord(Bad.MESSAGES, "an answer is not one message of the assistant's")
+    if before:
+        if not _is_in(asked, before):
+            raise BadRecord(
+                Bad.MESSAGES,
+                "an answer is not one message of the assistant's, and `prompt` is not what its "
+                "conversation begins with",
+            )
+        return list(before), chosen, rejected
     if not is_conversation(asked):
-        asked = list(before) if asked is None and before else field_text(asked)
+        asked = field_text(asked)
     if asked is None:
-        raise BadRecord(Bad.FIELD)
+        raise BadRecord(Bad.FIELD, lacking(fields, [Field.PROMPT]))
     return asked, chosen, rejected
+
+
+def _is_in(asked: Any, before: Sequence[Message]) -> bool:
+    """Return whether a prompt says no more than the messages before an answer: nothing, the text
+    of one of its user's messages, or messages with which they begin."""
+    if asked is None:
+        return True
+    if is_conversation(asked):
+        try:
+            messages = checked_messages(asked) if asked else ()
+        except DataError as error:
+            raise BadRecord(Bad.MESSAGES, f"prompt: {error}") from None
+        return tuple(before[: len(messages)]) == messages
+    said = [m["content"].strip() for m in before if m["role"] == "user"]
+    return (field_text(asked) or "").strip() in said
 
 
 def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...], Answer]:
     """Return what a conversation has before its last message, and that: the answer."""
-    value = fields.get(name)
+    value = as_messages(fields.get(name))
     if is_conversation(value):
         try:
             *before, answer = checked_messages(value)
@@ -140,7 +168,7 @@ def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...]
         return tuple(before), answer
     text = field_text(value)
     if text is None:
-        raise BadRecord(Bad.FIELD)
+        raise BadRecord(Bad.FIELD, lacking(fields, [name]))
     return (), text
 
 

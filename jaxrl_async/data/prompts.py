@@ -7,6 +7,7 @@ whole state is its position.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -22,6 +23,7 @@ from jaxrl_async.data.records import (
     read_records,
     supervised_pair,
 )
+from jaxrl_async.data.survey import survey
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
@@ -56,10 +58,14 @@ class PromptStream:
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
         self._dataset = shuffled(source, seed, process_index, process_count)
+        found = survey(source)
+        self.references = found.references
+        """The right answers of the records that were looked at, see survey.looked_at."""
         self._first, self._stride = process_index, process_count
         self._identity = {
             "seed": seed,
             "num_records": len(source),
+            "records_digest": found.digest,
             "process_index": process_index,
             "process_count": process_count,
         }
@@ -105,11 +111,13 @@ class PromptStream:
         self._next = saved_position(self._identity, state, "prompts")
 
 
-def saved_position(identity: dict[str, int], state: dict[str, Any], what: str) -> int:
+def saved_position(identity: Mapping[str, Any], state: Mapping[str, Any], what: str) -> int:
     """Return the position in the saved state of a stream; raise DataError if it is of another.
 
-    what: what the stream consists of, for the error.
+    what: what the stream consists of, for the error. A state of before records had a digest has
+    none, and any records fit it.
     """
+    state = {"records_digest": identity.get("records_digest"), **state}
     differing = [key for key, value in identity.items() if state.get(key) != value]
     if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
         changes = ", ".join(f"{k} {state.get(k)} then, {identity[k]} now" for k in differing)
@@ -141,21 +149,35 @@ def make_prompts(
     process_count: int = 1,
     split: Split = "train",
     own: OwnRecords | None = None,
+    graded: bool = False,
 ) -> PromptStream:
-    """Return the endless stream of one process; own: see eval_prompts. Raises DataError or
+    """Return the endless stream of one process; own, graded: see eval_prompts. Raises DataError or
     ConfigError."""
-    source = make_source(data, tokenizer, seed, split) if own is None else own.source(split)
+    source = (
+        make_source(data, tokenizer, seed, split, graded=graded)
+        if own is None
+        else own.source(split)
+    )
     return PromptStream(source, seed, process_index=process_index, process_count=process_count)
 
 
 def eval_prompts(
-    data: DataSection, tokenizer: Tokenizer, own: OwnRecords | None = None
+    data: DataSection,
+    tokenizer: Tokenizer,
+    own: OwnRecords | None = None,
+    *,
+    graded: bool = False,
 ) -> tuple[Prompt, ...]:
     """Return the held-out prompts, always the same ones in the same order.
 
-    own: a task's records, in place of those of the settings.
+    own: a task's records, in place of those of the settings. graded: records of files without an
+    answer are left out, as bad ones.
     """
-    source = make_source(data, tokenizer, 0, "eval") if own is None else own.source("eval")
+    source = (
+        make_source(data, tokenizer, 0, "eval", graded=graded)
+        if own is None
+        else own.source("eval")
+    )
     return tuple(prompt_of(source[i], i, EVAL_POSITION + i) for i in range(len(source)))
 
 
@@ -197,7 +219,11 @@ class FittingPairs:
     ) -> None:
         self._dataset = shuffled(source, seed)
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._identity = {"seed": seed, "num_records": len(source)}
+        self._identity = {
+            "seed": seed,
+            "num_records": len(source),
+            "records_digest": survey(source).digest,
+        }
         self._next = self._left_out = 0
 
     @property
@@ -233,11 +259,11 @@ class FittingPairs:
                 self._max_length,
             )
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position and the identity of the pairs, as JSON."""
         return {**self._identity, "next": self._next, "left_out": self._left_out}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; raise DataError if it is the state of other pairs."""
         self._next = saved_position(self._identity, state, "pairs")
         self._left_out = state["left_out"]

@@ -9,9 +9,11 @@ import importlib
 import itertools
 import json
 import logging
+import lzma
 import os
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -25,10 +27,22 @@ from jaxrl_async.errors import DataError, MissingExtraError
 
 log = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 2**20
+MAX_LINE_BYTES = 2**26
 """Longest line of a file of records; no more than this of a line is ever in memory."""
 TABLES = {".csv": "read_csv(FILE)", ".tsv": "read_table(FILE)", ".xlsx": "read_excel(FILE)"}
 """Endings of tables that are not read, and what reads them."""
+PACKED: Mapping[bytes, str] = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+"""First bytes of packed files that are read, and Python's module for each."""
+PARQUET = b"PAR1"
+OTHER_FILES: Mapping[bytes, str] = {
+    b"\xff\xfe": "UTF-16. Write it as UTF-8",
+    b"\xfe\xff": "UTF-16. Write it as UTF-8",
+    b"PK\x03\x04": "a zip archive. Unpack it",
+    b"\x28\xb5\x2f\xfd": "packed by zstd. Unpack it (zstd -d FILE), or pack it by gzip",
+    b"ARROW1": "an Arrow file. Give the folder of datasets' save_to_disk, or write it as parquet",
+    b"SQLite": "a database. Write its table as JSON lines or parquet",
+}
+"""First bytes of files that are not read, and what they are."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """The first bytes that some programs write to a UTF-8 file."""
 LOGGED_RECORDS = 10
@@ -49,14 +63,28 @@ class Bad(StrEnum):
     JSON = "not a JSON object"
     TWICE = "a key appears twice in one object"
     DEEP = "lists and objects nested more than 64 deep"
-    LONG = "a line of more than 1 MiB"
+    LONG = "a line of more than 64 MiB"
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
-    TOO_LONG = "the prompt is longer than data.max_prompt_tokens"
+    TOO_LONG = "the prompt is too long"
     VALUE = "a column holds something else than text, numbers, lists and objects"
     MESSAGES = "the messages are not a conversation that the policy can continue"
     TEMPLATE = "the chat template refuses the messages"
+    TOOLS = "the tools cannot be shown to the policy"
+    NO_ANSWER = "the answer is empty, and the reward compares with it"
     PAIR_TOO_LONG = "the prompt with an answer is longer than a training row"
+
+
+REMEDIES: Mapping[Bad, str] = {
+    Bad.ENCODING: "write the file as UTF-8",
+    Bad.LONG: "write such records to a parquet file, which has no such limit",
+    Bad.TOO_LONG: "raise data.max_prompt_tokens or, where that is null, sampler.max_length",
+    Bad.PAIR_TOO_LONG: "raise trainer.row_length, or sampler.max_length if that is null",
+    Bad.TEMPLATE: "set data.chat_format",
+    Bad.TOOLS: "set data.chat_format to one that shows tools, or data.jsonl.tools_field",
+    Bad.NO_ANSWER: "set data.jsonl.answer_field or a reward that needs no answer",
+}
+"""What mends records of a kind, besides correcting them."""
 
 
 class BadRecord(DataError):
@@ -80,7 +108,7 @@ def parse_rows(
     path: str | Path,
     parse: Callable[[Mapping[str, Any]], T],
     max_bad_share: float,
-    remedy: str,
+    fields: str,
 ) -> list[T]:
     """Parse each record of a file or folder, and return the good results.
 
@@ -91,7 +119,7 @@ def parse_rows(
         path: see `rows_of`.
         parse: makes something of a record's columns, or raises BadRecord.
         max_bad_share: largest share of bad records.
-        remedy: what to set if more are bad, in words.
+        fields: what to give or set where a field is missing, in words.
 
     Raises:
         DataError: the file cannot be read, has no usable record, or more than max_bad_share of it
@@ -115,14 +143,15 @@ def parse_rows(
         seen.add(row.mark)
     if copies:
         _tell_of_copies(str(path), copies, len(records))
-    bad.judge(len(records), max_bad_share, remedy)
+    bad.judge(len(records), max_bad_share, fields)
     return records
 
 
 def rows_of_file(path: str | Path) -> Iterator[Row]:
-    """Yield the records of FILE.parquet, of a folder of such files or of datasets' save_to_disk,
-    or of any other file as JSON lines, whose blank lines do not count; or of a data set of the
-    Hugging Face hub, OWNER/NAME:CONFIG:SPLIT.
+    """Yield the records of a parquet file, of a folder of such files or of datasets' save_to_disk,
+    or of any other file as JSON lines, also packed by gzip, bz2 or xz, whose blank lines do not
+    count; or of a data set of the Hugging Face hub, OWNER/NAME:CONFIG:SPLIT. A table's columns of
+    bytes and the like are left out and logged.
 
     At most a line of MAX_LINE_BYTES, or ROWS_AT_ONCE rows, are in memory at once. Raises DataError,
     and MissingExtraError if pyarrow is needed and not installed.
@@ -130,10 +159,10 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
     place = Path(path)
     if (named := hub_records(str(path))) is not None:
         for number, columns in enumerate(hub_rows(named), start=1):
-            yield _table_row(number, columns)
+            yield _table_row(place, number, columns)
     elif os.path.isdir(path):  # which answers for a name that is too long to exist
         yield from _tables(place, *_files_of_folder(place))
-    elif place.suffix == ".parquet":
+    elif place.suffix.lower() == ".parquet" or _first_bytes(place).startswith(PARQUET):
         yield from _tables(place, _parquet_batches, [place])
     else:
         _check_kind(place)
@@ -150,6 +179,9 @@ def _check_kind(path: Path) -> None:
             f"jaxrl_async.train (data=pandas.{TABLES[path.suffix.lower()]}), or write it as JSON "
             "lines (DataFrame.to_json(FILE, orient='records', lines=True))."
         )
+    begins = _first_bytes(path)
+    if found := next((what for mark, what in OTHER_FILES.items() if begins.startswith(mark)), None):
+        raise DataError(f"{path}: it is {found}.")
     if path.suffix.lower() == ".json" and path.is_file():
         with path.open("rb") as file:
             if file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
@@ -165,6 +197,18 @@ def _tell_of_copies(path: str, copies: int, records: int) -> None:
     log.warning("%s: %d of %d records are copies of earlier ones", path, copies, records)
 
 
+def _first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file; none of what is no file (a pipe would block for ever) or
+    cannot be read, which reading will report."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError:
+        return b""
+
+
 # --- JSON lines ----------------------------------------------------------------------------------
 
 
@@ -177,7 +221,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
         if not Path(path).is_file():  # reading a pipe would block for ever
             kind = "is not a file" if Path(path).exists() else "does not exist"
             raise DataError(f"{path}: {kind}; cannot be read. Give a file of JSON lines.")
-        with Path(path).open("rb") as file:
+        with _opened(Path(path)) as file:
             for number in itertools.count(1):
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if not line:
@@ -189,8 +233,15 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
                     yield number, BadRecord(Bad.LONG)
                 elif line.strip():
                     yield number, line
-    except OSError as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
+
+
+def _opened(path: Path) -> Any:
+    """Open a file of lines, unpacked while it is read."""
+    begins = _first_bytes(path)
+    module = next((name for mark, name in PACKED.items() if begins.startswith(mark)), None)
+    return path.open("rb") if module is None else importlib.import_module(module).open(path, "rb")
 
 
 def _checked_object(line: bytes) -> dict[str, Any] | BadRecord:
@@ -252,9 +303,10 @@ def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
     try:
         for file in files:
             for batch in batches(file):
+                _check_names(file, batch.schema.names)
                 for fields in batch.to_pylist():
                     number += 1
-                    yield _table_row(number, fields)
+                    yield _table_row(place, number, fields)
     except (DataError, MissingExtraError):
         raise
     except Exception as error:  # pyarrow's own, and what to_pylist raises
@@ -263,12 +315,37 @@ def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
         ) from error
 
 
-def _table_row(number: int, fields: Mapping[str, Any]) -> Row:
-    place = f"row {number}"
-    try:
-        plain = plain_columns(fields)
-    except BadRecord as error:
-        return Row(place=place, fields=error)
+def _check_names(file: Path, names: Sequence[str]) -> None:
+    """Raise DataError if two columns have one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(
+            f"{file}: {names.count(twice[0])} columns are named {twice[0]!r}, and a record can "
+            "have one of them. Rename or drop the others."
+        )
+
+
+@cache
+def _tell_of_column(place: str, name: str, holds: str) -> None:
+    """Log it once, though a file is read for each of its splits."""
+    log.warning(
+        "%s: the column %r is left out: it holds %s, which no record can have. Write it as text or "
+        "numbers if something asks for it.",
+        place,
+        name,
+        holds,
+    )
+
+
+def _table_row(table: Path, number: int, fields: Mapping[str, Any]) -> Row:
+    """Return a row of a table, without the columns that hold bytes and the like."""
+    place, plain = f"row {number}", dict[str, Any]()
+    for name, value in fields.items():
+        try:
+            plain[name] = _plain(value, MAX_DEPTH)
+        except _NotPlain as error:
+            _tell_of_column(str(table), name, str(error))
+        except BadRecord as error:
+            return Row(place=place, fields=error)
     return Row(place=place, fields=plain, mark=hash(repr(plain)))
 
 
@@ -383,7 +460,7 @@ class _BadRecords:
             self._first.append(f"{place}: {reason}")
             log.warning("%s, %s: skipped: %s", self._path, place, reason)
 
-    def judge(self, good: int, max_bad_share: float, remedy: str) -> None:
+    def judge(self, good: int, max_bad_share: float, fields: str) -> None:
         """Log the counts; raise DataError if too many are bad or none is good."""
         bad = self._kinds.total()
         if not bad and not good:
@@ -398,5 +475,13 @@ class _BadRecords:
             raise DataError(
                 f"{self._path}: {bad} of {bad + good} records cannot be used ({share:.1%}, at most "
                 f"{max_bad_share:.1%} may be): {'; '.join(self._first[:3])}. Correct them, or "
-                f"{remedy}."
+                f"{self._remedy(fields)}data.jsonl.max_bad_share."
             )
+
+    def _remedy(self, fields: str) -> str:
+        """Say what else mends records of the kinds that were met; all but the last setting."""
+        remedies = [REMEDIES.get(kind, "") for kind in self._kinds]
+        if Bad.FIELD in self._kinds:
+            remedies.append(fields)
+        first = "; ".join(dict.fromkeys(filter(None, remedies)))
+        return f"{first}; or raise " if first else "raise "

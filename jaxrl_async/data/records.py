@@ -4,6 +4,7 @@ from Python objects.
 file ──record_files──> columns ──RecordReader──> Record     what cannot be used: counted and logged
 """
 
+import decimal
 import json
 import logging
 import math
@@ -19,8 +20,10 @@ from jaxrl_async.config.schema import AdditionSection, DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
 from jaxrl_async.data.chat import TeachableFormat, chat_format_of, has_chat_format
 from jaxrl_async.data.chat_formats.chat_messages import (
+    as_messages,
     checked_messages,
     is_conversation,
+    record_tools,
     with_system_prompt,
 )
 from jaxrl_async.data.images import taken_images
@@ -34,6 +37,11 @@ log = logging.getLogger(__name__)
 GOLDEN = 2_654_435_761
 """Odd multiplier that spreads consecutive indices evenly over 32 bits (Knuth)."""
 
+FIELDS = (
+    "set data.jsonl.prompt_field, data.jsonl.messages_field or data.jsonl.answer_field "
+    "(null where the records have no answers)"
+)
+"""What to set where a record lacks a field."""
 Split = Literal["train", "eval"]
 T = TypeVar("T")
 
@@ -103,7 +111,12 @@ class AdditionSource:
 
 
 def read_records(
-    path: str | Path, data: DataSection, tokenizer: Tokenizer, *, taught: bool = False
+    path: str | Path,
+    data: DataSection,
+    tokenizer: Tokenizer,
+    *,
+    taught: bool = False,
+    graded: bool = False,
 ) -> list[Record]:
     """Read the usable records of a file or folder, see record_files.rows_of.
 
@@ -114,6 +127,7 @@ def read_records(
         data: names of fields, chat format and limits.
         tokenizer: encodes the prompts.
         taught: the answers are to be imitated, so a record whose answer is not text is bad.
+        graded: a reward compares with the answers, so a record whose answer is empty is bad.
 
     Raises:
         DataError: the file cannot be read, has no usable record, or more than
@@ -122,10 +136,9 @@ def read_records(
     """
     records = parse_rows(
         path,
-        RecordReader(data, tokenizer, taught=taught).record,
+        RecordReader(data, tokenizer, taught=taught, graded=graded).record,
         data.jsonl.max_bad_share,
-        "set data.jsonl.prompt_field, data.jsonl.messages_field, data.jsonl.answer_field, "
-        "data.max_prompt_tokens or data.jsonl.max_bad_share",
+        FIELDS,
     )
     _log_unmarked(path, data.jsonl.answer_mark, records)
     return records
@@ -185,6 +198,7 @@ class RecordReader:
         *,
         chat: TeachableFormat | None = None,
         taught: bool = False,
+        graded: bool = False,
         needs_answers: bool = True,
         needs_prompts: bool = True,
     ) -> None:
@@ -195,6 +209,7 @@ class RecordReader:
             tokenizer: encodes the prompts.
             chat: writes messages; None: that of data.chat_format.
             taught: the answers are to be imitated.
+            graded: a record whose answer is empty is bad.
             needs_answers: a record without data.jsonl.answer_field is bad.
             needs_prompts: a record without a prompt is bad.
 
@@ -206,7 +221,7 @@ class RecordReader:
         if section.template is not None:
             check_template(section.template)
         self._data, self._tokenizer, self._given = data, tokenizer, chat
-        self._taught, self._needs_answers = taught, needs_answers
+        self._taught, self._graded, self._needs_answers = taught, graded, needs_answers
         self._needs_prompts = needs_prompts
         has_chat = chat is not None or has_chat_format(tokenizer, data.chat_format)
         self._asks_in_chat = section.template is None and has_chat
@@ -225,6 +240,7 @@ class RecordReader:
         it needs cannot be had."""
         asked = self._prompt_of(fields)
         if isinstance(asked, str) and not self._asks_in_chat:
+            self._check_no_tools(fields)
             answer, reference = self._answer_of(fields, None)
             template = self._data.jsonl.template
             return Record(
@@ -251,20 +267,23 @@ class RecordReader:
         return self._chat_record(fields, asked, reply, images)
 
     def pair_ids(
-        self, asked: Any, replies: Sequence[str | Message]
+        self,
+        asked: Any,
+        replies: Sequence[str | Message],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[IntArray, list[IntArray]]:
         """Return the tokens of a prompt and of each answer to it, end token included.
 
-        asked: text or messages. Raises BadRecord.
+        asked: text or messages. tools: shown with them. Raises BadRecord.
         """
-        if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies):
+        if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
             token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
             return token_ids, [encode(asked, str(reply), template) for reply in replies]
         messages = self._conversation(asked)
         said = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in replies]
         try:
-            token_ids = self._fitting(self._chat.opening(messages, ()))
+            token_ids = self._fitting(self._opening(messages, tools))
             return token_ids, [self._chat.answer(messages, reply) for reply in said]
         except BadRecord:
             raise
@@ -280,12 +299,43 @@ class RecordReader:
         value = next((v for n in names if n is not None and (v := fields.get(n)) is not None), None)
         if value is None and not self._needs_prompts:
             return None
+        value = as_messages(value)
         if is_conversation(value):
             return value
         text = field_text(value)
         if text is None:
-            raise BadRecord(Bad.FIELD, _lacks(fields, names))
+            raise BadRecord(Bad.FIELD, lacking(fields, names))
+        messages = section.messages_field
+        if messages not in (None, section.prompt_field) and value is fields.get(messages):
+            raise BadRecord(
+                Bad.MESSAGES, f"the column {messages!r} is text, and not JSON of a conversation"
+            )
         return text
+
+    def tools_of(self, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that a record brings. Raises BadRecord."""
+        try:
+            return record_tools(fields, self._data.jsonl.tools_field)
+        except DataError as error:
+            raise BadRecord(Bad.TOOLS, str(error)) from None
+
+    def _check_no_tools(self, fields: Mapping[str, Any]) -> None:
+        """Raise BadRecord for tools where nothing writes them; a column of that name with something
+        else in it is the record's own matter."""
+        try:
+            tools = self.tools_of(fields)
+        except BadRecord:
+            return
+        if tools:
+            raise BadRecord(Bad.TOOLS, "the prompts are written without a chat format")
+
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Return the tokens before an answer. Raises BadRecord if the format leaves the tools
+        out, and DataError if it refuses the messages."""
+        opening = self._chat.opening(messages, tools)
+        if tools and np.array_equal(opening, self._chat.opening(messages, ())):
+            raise BadRecord(Bad.TOOLS, "the chat format leaves them out")
+        return opening
 
     def _conversation(self, asked: Any) -> tuple[Message, ...]:
         if isinstance(asked, str):
@@ -308,7 +358,7 @@ class RecordReader:
         answer, reference = self._answer_of(fields, reply)
         chat, answer_ids = self._chat, None
         try:
-            token_ids = chat.opening(messages, ())
+            token_ids = self._opening(messages, self.tools_of(fields))
             if self._tokenizer.images is not None:
                 token_ids = self._tokenizer.images.named(token_ids, images)
             token_ids = self._fitting(token_ids)
@@ -342,15 +392,18 @@ class RecordReader:
         answer = field_text(value)
         reference = reference_of(value, answer, section.answer_mark)
         if reference is None or (self._taught and answer is None):
-            raise BadRecord(Bad.FIELD, _lacks(fields, [name]))
+            raise BadRecord(Bad.FIELD, lacking(fields, [name]))
+        if self._graded and not reference.strip():
+            raise BadRecord(Bad.NO_ANSWER)
         return answer, reference
 
     def _fitting(self, token_ids: IntArray) -> IntArray:
         """Return a prompt's tokens if there are some and not too many."""
         if not len(token_ids):
             raise BadRecord(Bad.EMPTY)
-        if len(token_ids) > self._data.max_prompt_tokens:
-            raise BadRecord(Bad.TOO_LONG)
+        limit = self._data.max_prompt_tokens
+        if limit is not None and len(token_ids) > limit:
+            raise BadRecord(Bad.TOO_LONG, f"{len(token_ids)} tokens, and {limit} are allowed")
         return token_ids
 
 
@@ -390,7 +443,8 @@ def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None
 def field_text(value: Any) -> str | None:
     """Return a field's value as text, or None.
 
-    A finite number counts as its digits; half a surrogate pair is not text.
+    A finite number counts as its digits, without an exponent, and a float without a fraction as
+    the whole number that a table has made it of: 5.0 as 5. Half a surrogate pair is not text.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
@@ -400,7 +454,13 @@ def field_text(value: Any) -> str | None:
         str(value).encode()
     except ValueError:
         return None
-    return str(value)
+    return digits_of(value) if isinstance(value, float) else str(value)
+
+
+def digits_of(value: float) -> str:
+    """Return a finite float's digits: 5 for 5.0, 0.00001 for 1e-05."""
+    digits = f"{decimal.Decimal(repr(float(value))):f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def final_answer(answer: str, mark: str | None) -> str:
@@ -435,9 +495,9 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
     return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
 
 
-def _lacks(fields: Mapping[str, Any], names: Iterable[str | None]) -> str:
+def lacking(fields: Mapping[str, Any], names: Iterable[str | None]) -> str:
     """Say which columns were looked for, and which there are."""
-    wanted = " or ".join(repr(name) for name in names if name is not None)
+    wanted = " or ".join(repr(str(name)) for name in names if name is not None)
     return f"{wanted} is looked for, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
@@ -456,11 +516,15 @@ def make_source(
     split: Split = "train",
     *,
     taught: bool = False,
+    graded: bool = False,
 ) -> RecordSource:
-    """Return the records of one split; taught: see read_records. Raises DataError, ConfigError."""
+    """Return the records of one split; taught, graded: see read_records. Raises DataError,
+    ConfigError."""
     if data.source == "jsonl":
         return jsonl_split(
-            data.jsonl, split, lambda path: read_records(path, data, tokenizer, taught=taught)
+            data.jsonl,
+            split,
+            lambda path: read_records(path, data, tokenizer, taught=taught, graded=graded),
         )
     return _addition_split(data.addition, tokenizer, seed, split)
 

@@ -364,7 +364,7 @@ def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
 
 def prompt_tokens(config: schema.Config) -> int:
     """Return the assumed length of a prompt, tokens."""
-    return max(1, round(PROMPT_SHARE * config.data.max_prompt_tokens))
+    return max(1, round(PROMPT_SHARE * config.prompt_limit))
 
 
 def learning_of(

@@ -266,7 +266,7 @@ def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Ke
     as wide as the pages have them. None: prompts are not prefilled on the pages."""
     if not engine.prefills_in_pages:
         return None
-    model, length = engine.model, config.data.max_prompt_tokens
+    model, length = engine.model, config.prompt_limit
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
     width = page_head_dim(model.head_dim)
@@ -281,12 +281,12 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     section = config.sampler
     if sizes := prefill_sizes(engine, section.prefill_chunk):
         return make_chunk([], sizes[-1], engine).args
-    longest = min(config.data.max_prompt_tokens, section.prefill_chunk)
+    longest = min(config.prompt_limit, section.prefill_chunk)
     T = shapes.length_bucket(longest)
     B = shapes.rows_bucket(max(1, section.prefill_chunk // T))
     n = shapes.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
-    later = config.data.max_prompt_tokens > section.prefill_chunk  # a prompt takes several rounds
-    pages = _pages(config.data.max_prompt_tokens, engine.page_tokens)
+    later = config.prompt_limit > section.prefill_chunk  # a prompt takes several rounds
+    pages = _pages(config.prompt_limit, engine.page_tokens)
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)
     return PrefillArgs(

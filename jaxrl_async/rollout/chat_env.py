@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
-from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
+from jaxrl_async.errors import DataError, RolloutError, RolloutTimeout
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
@@ -188,15 +188,26 @@ class ChatEnv:
                 "text or messages."
             )
         messages = list(with_system_prompt(messages, self._envs.task.system_prompt))
-        opening = self._envs.opening(messages, self.schemas)
+        tools = self.schemas(prompt)
+        opening = self._envs.opening(messages, tools)
+        if (
+            tools
+            and not self.own_schemas
+            and np.array_equal(opening, self._envs.opening(messages, ()))
+        ):
+            raise RolloutError(
+                f"the chat format leaves out the tools that prompt {prompt.prompt_id}'s record "
+                "brings. Set data.chat_format to one that shows tools, or rename the column."
+            )
         self._talk = _Talk(messages=messages, token_ids=opening)
         return opening
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """Return what follows the policy's message."""
         env, talk = await self._ready(), self._talk
-        message = self._envs.chat.message(completion.token_ids, self.schemas)
-        given = await self._answered(env, message)
+        message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
+        answers = self.own_schemas or not self.schemas(prompt)
+        given = await self._answered(env, message) if answers else Step(done=True)
         said = messages_of(given.messages, "step")
         turns = talk.turns + 1
         done, cut_off = given.done or not said, False
@@ -207,9 +218,9 @@ class ChatEnv:
         messages = [*talk.messages, message, *([] if done else said)]
         reply, opening = NO_REPLY, None
         if not done:
-            more = self._envs.chat.continuation(before, said, self.schemas)
+            more = self._envs.chat.continuation(before, said, self.schemas(prompt))
             if more is None:
-                opening = self._envs.opening(messages, self.schemas)
+                opening = self._envs.opening(messages, self.schemas(prompt))
             else:
                 reply = more
         after = np.concatenate([before, reply]) if opening is None else opening
@@ -261,9 +272,22 @@ class ChatEnv:
         )
         self._saved = state["own"]
 
+    def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+        """What the policy may call, as OpenAI's function tools; once the environment is made.
+
+        A record that no environment of the user's plays may bring its own in a column `tools`:
+        these are shown, and nothing answers a call. Raises RolloutError for what is no tool.
+        """
+        if self.own_schemas or self._envs.task.environment is not None:
+            return self.own_schemas
+        try:
+            return record_tools(prompt.columns)
+        except DataError as error:
+            raise RolloutError(f"prompt {prompt.prompt_id}: {error}") from None
+
     @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """What the policy may call, as OpenAI's function tools; once the environment is made."""
+    def own_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the environment runs; once it is made."""
         assert self._env is not None, "the environment has been made"
         return tuple(self._env.run_tools.schemas)
 

@@ -210,7 +210,7 @@ def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any
 
 
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
-    return demonstrations(config.data, tokenizer, config.run.seed, config.longest_example)
+    return demonstrations(config.limited_data, tokenizer, config.run.seed, config.longest_example)
 
 
 def preference(
@@ -305,7 +305,7 @@ JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], Off
 
 def _pairs(config: Config, tokenizer: Tokenizer, *, halves: bool) -> ExampleSplit[Any]:
     longest = config.longest_example
-    return preferences(config.data, tokenizer, config.run.seed, longest, halves=halves)
+    return preferences(config.limited_data, tokenizer, config.run.seed, longest, halves=halves)
 
 
 def _write_policy(policy: Policy, paths: Paths, base: str | None, params: Params) -> Path:

@@ -123,7 +123,7 @@ def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = No
     own: a task's records, in place of those of the settings. Raises ConfigError, DataError.
     """
     return warm_start_pairs(
-        config.data,
+        config.limited_data,
         config.warm_start,
         tokenizer,
         seed=config.run.seed,

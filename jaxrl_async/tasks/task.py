@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.record import Said, TaskRecord
 from jaxrl_async.types import Message
@@ -90,7 +91,7 @@ class Environment:
 
 def conversation_of(record: TaskRecord) -> list[Message]:
     """Return a record's messages, be they in `messages` or in place of its question; []: none."""
-    columns = [record.get("messages"), *(record.get(name) for name in QUESTIONS)]
+    columns = [as_messages(record.get(name)) for name in ("messages", *QUESTIONS)]
     if columns[0]:
         return list(columns[0])
     return next((list(c) for c in columns[1:] if isinstance(c, list | tuple)), [])

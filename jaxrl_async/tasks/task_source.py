@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.codec import dumps
-from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
+from jaxrl_async.data.chat_formats.chat_messages import (
+    as_messages,
+    record_tools,
+    with_system_prompt,
+)
 from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.ports import ChatFormat
@@ -35,6 +39,12 @@ class TaskSource:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether reading all records costs little."""
+        records = self.records.records if isinstance(self.records, _Part) else self.records
+        return self.teaches is None and isinstance(records, list | tuple)
 
     def __getitem__(self, index: int) -> Record:
         """Return a record without tokens. Raises DataError for what no checkpoint can hold."""
@@ -65,7 +75,9 @@ class TaskData:
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
         """Return the records of one split. taught: with worked conversations."""
-        teaches = Teaches(self.chat, self.tools, self.task.system_prompt) if taught else None
+        task = self.task
+        asks = task.environment is None and task.game is None and not self.tools
+        teaches = Teaches(self.chat, self.tools, task.system_prompt, asks) if taught else None
         return TaskSource(task_records(self.task, split), teaches)
 
 
@@ -170,19 +182,21 @@ class Teaches:
     chat: ChatFormat
     tools: Sequence[Mapping[str, Any]]
     system_prompt: str | None
+    from_records: bool = False  # the records' own tools are shown
 
     def __call__(self, record: TaskRecord) -> tuple[IntArray, BoolArray]:
         """Return token_ids [length] and mask [length], True for the policy's turns. Raises
         DataError."""
         messages = with_system_prompt(worked_messages(record), self.system_prompt)
-        return worked_tokens(self.chat, messages, self.tools)
+        tools = record_tools(record) if self.from_records else self.tools
+        return worked_tokens(self.chat, messages, tools)
 
 
 def worked_messages(record: TaskRecord) -> list[Message]:
     """Return a record's conversation as it should go: its column `worked`, or its question with its
     answer. Raises DataError."""
     if record.get("worked"):
-        return list(record["worked"])
+        return list(as_messages(record["worked"]))
     answer = field_text(record.get("answer"))
     opening, reply = opening_of(record, "a record of the task")
     if not opening and (question := question_of(record)):

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 import jaxrl_async
-from jaxrl_async.api.arguments import Brought, configured
+from jaxrl_async.api.arguments import Brought, check_given, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError, ConfigError, DataError
@@ -95,6 +95,13 @@ class Asks(Environment):
     [
         ({"model": "m", "reward": right}, "there is no data"),
         ({"data": RECORDS, "reward": right}, "there is no model"),
+        ({"model": "m", "reward": right, "config": {"run": {"dir": "r"}}}, "there is no data"),
+        ({"model": "m", "reward": right, "config": {"data": {"tokenizer": "t"}}}, "is no data"),
+        ({"model": "m", "reward": right, "config": Config()}, "there is no data"),
+        ({"model": "m", "reward": right, "jsonl": {"path": "d"}}, "without data.source=jsonl"),
+        ({"model": "m", "reward": right, "data": {"max_prompt_tokens": 9}}, "there is no data"),
+        ({"model": "m", "reward": right, "answer_field": None}, "there is no data"),
+        ({"data": RECORDS, "reward": right, "config": {"run": {"dir": "r"}}}, "there is no model"),
         ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
         (
             {"data": RECORDS, "model": "m", "max_new_tokens": 500},
@@ -109,6 +116,24 @@ def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match=said):
         jaxrl_async.train(**given)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"config": "recipe:addition"},
+        {"config": load("recipe:addition")},
+        {"config": {"data": {"source": "addition"}}, "model": "m"},
+        {"data": {"source": "addition"}, "model": "m"},
+        {"source": "addition", "model": {"architecture": {"layers": 2}}},
+        {"config": {"data": {"source": "jsonl", "jsonl": {"path": "d"}}}, "model": "m"},
+        {"task": "reasoning_gym:chain_sum", "model": "m"},
+    ],
+)
+def test_a_call_may_name_its_data_in_any_way(given) -> None:
+    settings = {k: v for k, v in given.items() if k not in ("config", "data", "model", "task")}
+    of_call = {k: given.get(k) for k in ("data", "model", "task")}
+    check_given(Brought(**of_call), given.get("config"), settings)
 
 
 @pytest.mark.parametrize(

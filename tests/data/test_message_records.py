@@ -113,7 +113,7 @@ BAD = [
     ({"messages": [SAID]}, "nothing before the answer"),
     ({"messages": 5}, "not text"),
     ({"messages": [ASKED], "answer": None}, "missing"),
-    ({"messages": [{**ASKED, "content": "1" * 300}], "answer": "3"}, "longer than"),
+    ({"messages": [{**ASKED, "content": "1" * 300}], "answer": "3"}, "too long"),
 ]
 
 
@@ -207,7 +207,7 @@ def said(text):
     [
         ({"chosen": [ASKED, said("3")], "rejected": [AGAIN, said("4")]}, "different messages"),
         (
-            {"prompt": [ASKED], "chosen": [ASKED, said("3")], "rejected": [ASKED, said("4")]},
+            {"prompt": [AGAIN], "chosen": [ASKED, said("3")], "rejected": [ASKED, said("4")]},
             "not one",
         ),
         (
@@ -297,14 +297,14 @@ def test_torn_tables_and_folders_without_records_are_named(tmp_path, arrow):
         read_records(tmp_path / "empty", section(), TOKENIZER)
 
 
-def test_a_row_that_checkpoints_cannot_hold_is_skipped(tmp_path, arrow, caplog):
+def test_a_value_that_checkpoints_cannot_hold_is_left_out(tmp_path, arrow, caplog):
     rows = [{"question": "1+2?", "answer": "3", "image": None}] * 3 + [
         {"question": "1+2?", "answer": "3", "image": b"x"}
     ]
     importlib_parquet().write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     found = read_records(tmp_path / "d.parquet", section(max_bad_share=0.5), TOKENIZER)
-    assert len(found) == 3 and "row 4: skipped" in caplog.text
-    assert "the column 'image' holds a bytes" in caplog.text
+    assert [set(record.columns) - {"image"} for record in found] == [{"question", "answer"}] * 4
+    assert "the column 'image' is left out: it holds a bytes" in caplog.text
 
 
 def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):
@@ -347,7 +347,7 @@ def test_python_objects_are_records_with_all_their_columns():
         ({"answer": "3"}, "a field is missing"),
         ({"prompt": "a", "f": print}, "the column 'f' holds a builtin"),
         ({"prompt": "a", 3: 4}, "the column 3"),
-        ({"prompt": "a" * 300}, "longer than"),
+        ({"prompt": "a" * 300}, "too long"),
         ({"messages": [{"role": "user"}]}, "message 0 has no content"),
     ],
 )

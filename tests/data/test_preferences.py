@@ -68,7 +68,7 @@ BAD = [
     ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "a field is missing or is not text"),
     ({"prompt": "a", "chosen": True, "rejected": "c"}, "a field is missing or is not text"),
     ({"prompt": "a", "completion": "b", "label": "yes"}, "a field is missing or is not text"),
-    ({"prompt": "a", "completion": "b", "label": 1}, "a field is missing or is not text"),
+    ({"prompt": "a", "completion": "b", "label": 2}, "a field is missing or is not text"),
     ({"prompt": "a", "label": True}, "a field is missing or is not text"),
     (pair_of("", "b", "c"), "the prompt has no tokens"),
     (pair_of("a" * 10, "b" * 10, "c"), "the prompt with an answer is longer than a training row"),
@@ -83,7 +83,7 @@ def test_a_bad_record_is_skipped_and_logged_with_its_line(tmp_path, caplog, line
 
 
 def test_too_many_bad_records_are_an_error_that_names_file_and_lines(tmp_path):
-    with pytest.raises(DataError, match=r"p\.jsonl: 1 of 2 .* line 2: .* true or false label"):
+    with pytest.raises(DataError, match=r"p\.jsonl: 1 of 2 .* line 2: .* a label: true or false"):
         read(tmp_path, pair_of("a", "b", "c"), {"prompt": "a"})
 
 

@@ -24,7 +24,7 @@ from jaxrl_async.data.prompts import (
     prompt_of,
     warm_start_pairs,
 )
-from jaxrl_async.data.record_files import MAX_LINE_BYTES, rows_of_file
+from jaxrl_async.data.record_files import rows_of_file
 from jaxrl_async.data.records import Record, final_answer, read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
@@ -46,7 +46,8 @@ def jsonl(tmp_path, lines, **settings):
     path.write_bytes(
         b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
     )
-    return DataSection(source="jsonl", jsonl=JsonlSection(path=str(path), **settings))
+    own = JsonlSection(path=str(path), **settings)
+    return DataSection(source="jsonl", max_prompt_tokens=64, jsonl=own)
 
 
 def section(max_prompt_tokens=64, **settings):
@@ -167,7 +168,10 @@ BAD = [
     (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "not a JSON object"),
     ({"question": "q\ud800", "answer": "1"}, "a field is missing"),
     ({"question": "", "answer": "1"}, "the prompt has no tokens"),
-    ({"question": "q" * 65, "answer": "1"}, "the prompt is longer than"),
+    (
+        {"question": "q" * 65, "answer": "1"},
+        "the prompt is too long: 65 tokens, and 64 are allowed",
+    ),
 ]
 
 
@@ -316,10 +320,11 @@ def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, ca
         "5",
         "6",
     ]
-    assert "3 x a line of more than 1 MiB, 2 x not a JSON object" in told[-1]
+    assert "3 x a line of more than 64 MiB, 2 x not a JSON object" in told[-1]
 
 
-def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
+def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 2**20)
     path = tmp_path / "d.jsonl"
     with path.open("wb") as file:
         file.truncate(2**26)  # NUL bytes that take no room on the disk
@@ -329,7 +334,7 @@ def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path):
     read_records(path, section(max_bad_share=0.5), TOKENIZER)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 8 * MAX_LINE_BYTES
+    assert peak < 8 * 2**20
 
 
 def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):

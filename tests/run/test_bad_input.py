@@ -387,15 +387,16 @@ GOOD = {"question": "1+2=", "answer": "3"}
     [
         (b"", "the file is empty"),
         (b"\n \r\n\n", "the file is empty"),
-        (b"\xff\xfe\x00" * 9, "line 1: not UTF-8"),
+        (b"\xff\xff\x00" * 9, "line 1: not UTF-8"),
+        ("{}".encode("utf-16"), "it is UTF-16. Write it as UTF-8"),
         (b"[" * 50_000 + b"\n", "line 1: not a JSON object"),
         (b'{"text": "a"}\n', "line 1: a field is missing or is not text"),
         (b'{"question": ["1"], "answer": null, "prompt": {}}\n', "line 1: a field is missing"),
-        (b" " * (2**20 + 1), "line 1: a line of more than 1 MiB"),
+        (b" " * (2**26 + 1), "line 1: a line of more than 64 MiB"),
         (
             json.dumps(dict.fromkeys(("question", "prompt", "chosen", "rejected"), "1+2=" * 99)
                        | {"answer": "3"}).encode(),
-            "line 1: the prompt is longer than data.max_prompt_tokens",
+            "line 1: the prompt is too long: 396 tokens, and ",
         ),
     ],
 )  # fmt: skip

@@ -13,6 +13,8 @@ from jaxrl_async.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_NAMES_OF_REASONING = ("reasoning", "thinking")
+OTHER_TOOLS_FIELD = "tool_defs"
+"""Column with tools where a record has none of the usual name."""
 MAX_MESSAGES = 10_000
 """Most messages of one conversation."""
 
@@ -20,6 +22,64 @@ MAX_MESSAGES = 10_000
 def is_conversation(value: Any) -> bool:
     """Return whether a field means to hold chat messages: a list of objects, or an empty one."""
     return isinstance(value, list) and all(isinstance(v, Mapping) for v in value[:1])
+
+
+def as_messages(value: Any) -> Any:
+    """Return the chat messages that a field holds as JSON text; all else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_said = isinstance(parsed, list) and parsed
+    return parsed if is_said and all(isinstance(m, dict) and "role" in m for m in parsed) else value
+
+
+def tools_in(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that a record's field holds, () for none: a list, or JSON text of one.
+
+    A tool without its own `function` is one (name, description, parameters); keys without a value,
+    which tables fill in, are left out. Raises DataError for what is no list of function tools.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise DataError(f"the tools are {_shown(value)}. Give a list of tools.") from None
+    if value is None or value == []:
+        return ()
+    if not isinstance(value, list):
+        return checked_tools(value)
+    tools = [_valued(tool) for tool in value]
+    return checked_tools([_function_tool(tool) for tool in tools])
+
+
+def record_tools(
+    columns: Mapping[str, Any], field: str | None = "tools"
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that a record brings in `field`, or without it in `tool_defs`; () where
+    field is None. Raises DataError that names the column."""
+    if field is None:
+        return ()
+    name = field if columns.get(field) is not None else OTHER_TOOLS_FIELD
+    try:
+        return tools_in(columns.get(name))
+    except DataError as error:
+        raise DataError(f"the column {name!r}: {error}") from None
+
+
+def _function_tool(tool: Any) -> Any:
+    if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _valued(value: Any) -> Any:
+    """Return a value without the keys of its objects that have none."""
+    if isinstance(value, Mapping):
+        return {key: _valued(inner) for key, inner in value.items() if inner is not None}
+    return [_valued(inner) for inner in value] if isinstance(value, list) else value
 
 
 def checked_messages(value: Any) -> tuple[Message, ...]:

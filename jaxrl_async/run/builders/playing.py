@@ -170,7 +170,7 @@ def make_play(
         )
     envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1))
     own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
-    examples = eval_prompts(config.data, tokenizer, own)
+    examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]
     if task.game is not None:
         games = GameEnvs(envs, task.game, seats_of)
@@ -203,7 +203,7 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
     if task.program is not None:
         return own
     envs = ChatEnvs(task, chat, chat_limits(config), lambda name: None)
-    return replace(own, tools=_tried(envs, eval_prompts(config.data, tokenizer, own)[:1]))
+    return replace(own, tools=_tried(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
 
 
 def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
@@ -295,7 +295,7 @@ def _tried(
     async def begun(example: Prompt) -> tuple[int, Sequence[Mapping[str, Any]]]:
         env = envs(example)
         try:
-            return len(await env.open(example)), env.schemas
+            return len(await env.open(example)), env.own_schemas
         finally:
             await env.close()
 
