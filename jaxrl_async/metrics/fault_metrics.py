@@ -114,6 +114,11 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Calls of an environment's reset, or of a repeatable step, made again after it raised.",
         ),
         ("faults/eval_retries", "episodes", "Held-out episodes that failed and were played again."),
+        (
+            "faults/eval_left_out",
+            "prompts",
+            "Held-out prompts left out of an evaluation: what plays or scores them failed.",
+        ),
         ("faults/failed_closes", "calls", "Environments whose close raised or timed out."),
         (
             "faults/turn_limits",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl_async.errors import EndpointMisset, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.ports import Generate, Opens, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
@@ -60,7 +60,7 @@ ONE_TRY = EvalEffort()
 class EvalResult:
     """The policy's results on the held-out prompts."""
 
-    num_prompts: int
+    num_prompts: int  # without those left out
     mean_reward: float
     accuracy: float | None  # mean of the rewards' part CORRECT; None: no reward has it
     mean_length_tokens: float  # drawn, mean over answers
@@ -88,8 +88,9 @@ async def evaluate(
     call.
 
     Request ids are "eval/INDEX/m0/t0", of a retry "eval/INDEX.RETRY/m0/t0"; `level` is the first
-    part of their priority. Raises RolloutError without prompts, and whatever the environment or
-    the scorer raises in the end: an evaluation with holes would not be comparable.
+    part of their priority. A prompt whose environment or scorer fails in the end is left out,
+    counted and logged. Raises RolloutError without prompts, and what failed if that is more than
+    half of them: then not the record is at fault.
     """
     if not prompts:
         raise RolloutError(
@@ -104,12 +105,22 @@ async def evaluate(
         for_training=False,
     )
     playing = _HeldOutPlay(generate, prompts, make_env, limits, effort)
-    busy = asyncio.Semaphore(SCORED_AT_ONCE)
+    busy, failed = asyncio.Semaphore(SCORED_AT_ONCE), list[int]()
 
     async def one(index: int) -> list[tuple[Prompt, Episode, Score]]:
-        episodes = await playing.played(index)
-        async with busy:
-            scores = await scorer(episodes, prompts[index])
+        try:
+            episodes = await playing.played(index)
+            async with busy:
+                scores = await scorer(episodes, prompts[index])
+        except (EndpointMisset, Closed):
+            raise
+        except RolloutError as error:
+            failed.append(index)
+            if 2 * len(failed) > len(prompts):
+                raise
+            effort.count("eval_left_out")
+            log.warning("held-out prompt %d is left out of this evaluation: %s", index, error)
+            return []
         return [(prompts[index], *one) for one in zip(episodes, scores, strict=True)]
 
     try:
@@ -123,7 +134,7 @@ async def evaluate(
         decode=decode,
         num_samples=num_samples,
     )
-    return replace(result, num_prompts=len(prompts))
+    return replace(result, num_prompts=len(prompts) - len(failed))
 
 
 class _HeldOutPlay:

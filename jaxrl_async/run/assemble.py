@@ -189,7 +189,15 @@ def connect(
     sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
-    start = resumed(config, checkpoints, learner, inputs.prompts, lockstep, tokenizer.images)
+    start = resumed(
+        config,
+        checkpoints,
+        learner,
+        inputs.prompts,
+        lockstep,
+        tokenizer.images,
+        inputs.digests,
+    )
     opened = begun.config, paths, start, inputs.recorded, lockstep, closing
     records = open_records(*opened, continued=begun.continued, scheduled=shared is None)
     if begun.warm_metrics:

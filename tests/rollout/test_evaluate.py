@@ -10,7 +10,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.evaluate import evaluate
+from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.outlets import Evaluation
 from jaxrl_async.scorers.guard import GuardedScorer
@@ -140,7 +140,23 @@ def test_whatever_a_users_code_raises_is_an_evaluation_left_out(failure):
     with pytest.raises(RolloutError, match=type(failure).__name__):
         run([prompt(0), prompt(1)], GuardedScorer(broken, timeout_s=20))
     with pytest.raises(RolloutError, match=type(failure).__name__):
-        run([prompt(0), prompt(1)], make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=9))
+        broken_env = GuardedEnvs(Broken, timeout_s=20, vocab_size=9)
+        run([prompt(0), prompt(1), prompt(2)], make_env=broken_env)
+
+
+def test_a_record_whose_scoring_fails_costs_that_record_alone(caplog):
+    async def picky(episodes, prompt):
+        if prompt.prompt_id == 1:
+            raise RolloutError("no right answer to compare with")
+        return await even_scorer(episodes, prompt)
+
+    counted = []
+    result, _ = run([prompt(i) for i in range(4)], picky, effort=EvalEffort(count=counted.append))
+    assert result.num_prompts == 3 and result.mean_reward == pytest.approx((3 + 3 + 0.25) / 3)
+    assert counted == ["eval_left_out"]
+    assert "held-out prompt 1 is left out of this evaluation: no right answer" in caplog.text
+    with pytest.raises(RolloutError, match="no right answer"):
+        run([prompt(1), prompt(1), prompt(0)], picky)
 
 
 def test_a_failing_scorer_is_raised():

@@ -1,7 +1,7 @@
 """All that a run needs and that is checked before its folder is claimed: what is wrong with it is
 reported before anything is made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +26,18 @@ from jaxrl_async.run.builders.listening import check_listening
 from jaxrl_async.run.builders.playing import Play, find_task, make_play
 from jaxrl_async.run.builders.scoring import (
     Scorers,
+    built_in_graders,
     check_reward_parts,
     make_scorers,
     note_process_rewards,
 )
 from jaxrl_async.run.builders.serving import RunServing, run_chat_format
 from jaxrl_async.run.builders.vision import check_images, image_store
+from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
+from jaxrl_async.scorers.references import check_answers, try_references
 from jaxrl_async.types import Prompt
 
 
@@ -56,6 +59,7 @@ class Inputs:
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
+    digests: Mapping[str, str]  # of what judges and of the held-out records
 
 
 def check_inputs(
@@ -86,7 +90,9 @@ def check_inputs(
     chat = run_chat_format(config, tokenizer) if config.seats else None
     opponents = RunOpponents(config, chat, spec, faults)
     play = make_play(config, task, tokenizer, faults.add, serving, opponents)
-    held_out = eval_prompts(config.data, tokenizer, play.own)
+    graders = built_in_graders(config.reward, task)
+    data, graded = config.limited_data, bool(graders)
+    held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults, task)
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
@@ -97,9 +103,13 @@ def check_inputs(
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)
     prompts = make_stream(
-        config.data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own
+        data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded
     )
     pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
+    references = (*prompts.references, *(p.reference for p in held_out))
+    if graded:
+        check_answers(references, config.data.jsonl.max_bad_share)
+        try_references(graders, references)
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
@@ -116,6 +126,7 @@ def check_inputs(
         envs=guarded_envs(config, play, tokenizer, faults),
         keep_mask=keep_mask,
         prompts=prompts,
+        digests=inputs_digest(config, task, held_out),
     )
     return inputs, pairs
 

@@ -47,7 +47,7 @@ from jaxrl_async.scorers.reward_model import (
     RewardModelScorer,
     load_reward_model,
 )
-from jaxrl_async.scorers.rewards import RewardScorer, make_scorer
+from jaxrl_async.scorers.rewards import REWARDS, RewardFunction, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Episode, Prompt, Score
 
@@ -281,6 +281,14 @@ def has_functions(section: RewardSection, task: Task) -> bool:
     judges, only a setting that is written down does."""
     of_setting = bool(section.weights) and not (task.judges and section.function is None)
     return bool(task.rewards) or of_setting
+
+
+def built_in_graders(section: RewardSection, task: Task) -> dict[str, RewardFunction]:
+    """Return the graders of the package that judge, by name."""
+    of_task = {f.__name__: f for f in task.rewards if f in REWARDS.values()}
+    if not has_functions(section, task) or (task.rewards and section.function is None):
+        return of_task
+    return of_task | {name: REWARDS[name] for name in section.weights if name in REWARDS}
 
 
 def _guarded(

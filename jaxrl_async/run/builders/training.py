@@ -139,6 +139,7 @@ def make_outlets(
         accounts=side.joined.accounts,
         lockstep=lockstep,
         images=inputs.tokenizer.images,
+        digests=inputs.digests,
         lock=inputs.locks.saving,
     )
     return Outlets(

@@ -29,6 +29,7 @@ from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
+from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.player import OrderedPrompts
@@ -128,6 +129,7 @@ class RunSaver:
     accounts: Accounts
     lockstep: Lockstep
     images: ImageStore | None  # that token ids name; None: they name none
+    digests: Mapping[str, str]  # see inputs_digest.py
     lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
 
     def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
@@ -152,6 +154,7 @@ class RunSaver:
             "numbers": learner.numbers(),
             "trainer": dict(numbers),
             "images": None if self.images is None else self.images.identity(),
+            "digests": dict(self.digests),
             "prompts": self.lockstep.gather_json(position)[: self.lockstep.players],
         }
         with self.lock:
@@ -198,16 +201,19 @@ def resumed(
     prompts: PromptStream | Curriculum,
     lockstep: Lockstep,
     images: ImageStore | None,
+    digests: Mapping[str, str],
 ) -> StartingPoint:
     """Restore learner and prompts from the newest readable checkpoint with run.resume; return where
-    the other parts begin. images: that token ids name; None: they name none. Raises
-    CheckpointError, DataError before a file of the run is changed."""
+    the other parts begin. images: that token ids name; None: they name none. digests: see
+    inputs_digest.py; a change is logged. Raises CheckpointError, DataError before a file of the run
+    is changed."""
     if not config.run.resume:
         return StartingPoint()
     saved = checkpoints.restore(None, learner.tree())
     check_resumed(saved, config, checkpoints.directory)
     check_scale(saved, config, checkpoints.directory)
     check_same_images(saved, images, checkpoints.directory)
+    tell_of_changes(saved.loop.get("digests"), digests, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
     whole = loads(saved.rollouts, ROLLOUT_KINDS)

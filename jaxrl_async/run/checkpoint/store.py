@@ -44,6 +44,12 @@ STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
 """Version of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+PARTS = {
+    "reference": "a reference policy (algorithm.kl_coefficient, or what else compares with one)",
+    "critic": "a critic (algorithm.advantage=gae)",
+    "teacher": "a teacher that follows the policy (teacher.source=self)",
+}
+"""Parts of the state that some settings add, and these settings."""
 ONE_SAVE = threading.Lock()
 """Held while orbax writes: it numbers its operations by process, so that saves of several runs at
 once mistake each other's for their own."""
@@ -261,6 +267,13 @@ class Checkpoints:
                 f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
                 "configuration that made it (config.yaml beside it), or choose another run.name."
             )
+        if lost := sorted(_parts(wanted) - _parts(saved)):
+            raise CheckpointError(
+                f"{self.directory / str(step)} was made without {PARTS.get(lost[0], lost[0])}, "
+                "which this run has now. Resume with the settings that made it (config.yaml next "
+                "to it), or choose another run.name; model.path=.../policy starts from a finished "
+                "run's weights."
+            )
         if missing := shape_mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
         asked = {STATE: like, LOOP: None}
@@ -417,8 +430,15 @@ def changed_keys(before: str, after: str) -> list[str]:
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(STARTED_BY)
+        if old.get(key) != new.get(key)
+        and not key.startswith(STARTED_BY)
+        and not (_is_handed_over(old.get(key)) and _is_handed_over(new.get(key)))
     ]
+
+
+def _is_handed_over(value: Any) -> bool:
+    """Return whether a setting names an object of a Python program, by a number of the process."""
+    return isinstance(value, str) and value.startswith("python:")
 
 
 def shape_mismatch(
@@ -433,6 +453,11 @@ def shape_mismatch(
         if saved[path] != wanted[path]:
             return f"{path} is {list(saved[path])} there and {list(wanted[path])} here"
     return ""
+
+
+def _parts(shapes: Mapping[str, Any]) -> set[str]:
+    """Return the parts of a state whose arrays these are."""
+    return {name.partition("/")[0] for name in shapes}
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

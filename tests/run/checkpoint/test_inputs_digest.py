@@ -1,0 +1,100 @@
+"""The digests by which a resumed run knows other rewards and other held-out records."""
+
+import functools
+import types
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.run.checkpoint.inputs_digest import (
+    HELD_OUT,
+    REWARD,
+    code_of,
+    inputs_digest,
+    tell_of_changes,
+)
+from jaxrl_async.tasks.task import NO_TASK, Task
+from jaxrl_async.types import Prompt
+
+
+def prompt(answer):
+    ids = np.array([1], np.int32)
+    return Prompt(
+        prompt_id=0,
+        position=0,
+        token_ids=ids,
+        text="q",
+        reference=answer,
+        columns={"answer": answer},
+    )
+
+
+def longer_than(number):
+    def reward(completion):
+        return float(len(completion) > number)
+
+    return reward
+
+
+def module_of(source):
+    module = types.ModuleType("rewards")
+    exec(source, vars(module))
+    return module
+
+
+SOURCE = "W = {}\ndef helper(x):\n    return x * W\ndef reward(completion):\n    return helper(1)\n"
+
+
+class Counts:
+    least = 1
+
+    def __call__(self, completion):
+        return float(len(completion) > self.least)
+
+
+def test_code_differs_where_the_reward_does():
+    def text(thing):
+        return "\n".join(code_of(thing))
+
+    same = [
+        (longer_than(1), longer_than(1)),
+        (Counts(), Counts()),
+        (module_of(SOURCE.format(2)).reward, module_of("\n\n# more\n" + SOURCE.format(2)).reward),
+    ]
+    other = [
+        (longer_than(1), longer_than(2)),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (module_of(SOURCE.format(2)).reward, module_of(SOURCE.format(3)).reward),
+        (lambda completion: 1.0, lambda completion: 2.0),
+    ]
+    assert all(text(a) == text(b) for a, b in same)
+    assert all(text(a) != text(b) for a, b in other)
+
+
+def test_the_digests_follow_rewards_files_and_held_out_records(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def reward(p, c, r): return 1.0\n")
+    own = Config.model_validate({"reward": {"function": f"{file}:reward"}})
+    graded = Config.model_validate({"reward": {"function": "gsm8k"}})
+    held_out = (prompt("1"), prompt("2"))
+    before = inputs_digest(own, NO_TASK, held_out)
+    assert before == inputs_digest(own, NO_TASK, held_out)
+    file.write_text("def reward(p, c, r): return 2.0\n")
+    assert inputs_digest(own, NO_TASK, held_out)[REWARD] != before[REWARD]
+    assert inputs_digest(graded, NO_TASK, held_out)[REWARD] != before[REWARD]
+    changed = inputs_digest(own, NO_TASK, (prompt("1"), prompt("3")))
+    assert changed[HELD_OUT] != before[HELD_OUT]
+    tasks = [Task(reward=longer_than(n)) for n in (1, 2)]
+    one, two = (inputs_digest(Config(), task, held_out) for task in tasks)
+    assert one[REWARD] != two[REWARD] and one[HELD_OUT] == two[HELD_OUT] == before[HELD_OUT]
+
+
+def test_a_change_is_logged_and_an_older_checkpoint_has_none(caplog):
+    now = {REWARD: "a", HELD_OUT: "b"}
+    for before in (None, {}, now):
+        tell_of_changes(before, now, Path("runs/r"))
+    assert not caplog.messages
+    tell_of_changes({REWARD: "c", HELD_OUT: "b"}, now, Path("runs/r"))
+    (message,) = caplog.messages
+    assert "resumed with another reward than before" in message
