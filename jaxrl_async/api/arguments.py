@@ -10,8 +10,10 @@ task      Task | class | name      task
 import dataclasses
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.handed_over import handed_over
 from jaxrl_async.tasks.task import Environment, Task
+
+log = logging.getLogger(__name__)
 
 FLAT = (
     "run",
@@ -254,10 +258,10 @@ def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> T
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
     asks = not (task.environment or task.game or task.program)  # nobody else asks the question
-    train = _renamed(_records(brought.data, "data"), columns, "data", asks=asks)
+    train = _renamed(_records(brought.data, "data", plain=asks), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
-        held_out = _records(brought.eval_data, "eval_data")
+        held_out = _records(brought.eval_data, "eval_data", plain=asks)
         held_out = _renamed(held_out, columns, "eval_data", asks=asks)
     return dataclasses.replace(task, records=train, held_out=held_out)
 
@@ -306,8 +310,9 @@ def _renamed(
     return renamed
 
 
-def _records(data: Any, name: str) -> list[dict[str, Any]]:
-    """Return records as dicts; a text is a prompt. Raises DataError."""
+def _records(data: Any, name: str, *, plain: bool = True) -> list[dict[str, Any]]:
+    """Return records as dicts; a text is a prompt. plain: without columns of bytes and durations,
+    which no checkpoint can hold. Raises DataError."""
     if isinstance(data, Mapping):
         raise DataError(
             f"train: {name} is a mapping of {', '.join(map(repr, data))}. Give a list of records; "
@@ -331,7 +336,29 @@ def _records(data: Any, name: str) -> list[dict[str, Any]]:
         records.append(dict(record))
     if not records:
         raise DataError(f"train: {name} is empty. Give at least two records.")
-    return records
+    return _without_bytes(records, name) if plain else records
+
+
+def _without_bytes(records: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return records without the columns of bytes or durations, which are logged."""
+    strange = {key for record in records for key, value in record.items() if _holds_bytes(value)}
+    if not strange:
+        return records
+    log.warning(
+        "train: %s: left out the columns %s: they hold bytes or durations. Write them as text or "
+        "numbers if something asks for them.",
+        name,
+        ", ".join(map(repr, sorted(map(str, strange)))),
+    )
+    return [{k: v for k, v in record.items() if k not in strange} for record in records]
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    return isinstance(value, bytes | bytearray | memoryview | timedelta)
 
 
 def _rows_of_table(data: Any) -> Any:

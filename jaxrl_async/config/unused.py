@@ -118,6 +118,7 @@ def unread_with_records(config: Config, task: str) -> list[str]:
     for_pairs = (
         "prompt_field",
         "messages_field",
+        "tools_field",
         "answer_field",
         "answer_mark",
         "template",

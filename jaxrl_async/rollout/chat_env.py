@@ -283,7 +283,9 @@ class ChatEnv:
         try:
             return record_tools(prompt.columns)
         except DataError as error:
-            raise RolloutError(f"prompt {prompt.prompt_id}: {error}") from None
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: {error} Or rename the column."
+            ) from None
 
     @property
     def own_schemas(self) -> Sequence[Mapping[str, Any]]:

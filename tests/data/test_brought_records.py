@@ -2,6 +2,7 @@
 
 import asyncio
 import bz2
+import datetime
 import gzip
 import json
 import lzma
@@ -275,6 +276,15 @@ def test_columns_of_bytes_are_left_out_and_named_once(tmp_path, caplog):
     assert [set(r.columns) for r in records] == [{"question", "answer"}] * 2
     for name in ("image", "nested", "took"):
         assert sum(f"the column {name!r} is left out" in m for m in caplog.messages) == 1
+
+
+def test_columns_of_bytes_of_python_objects_are_left_out_too(caplog):
+    rows = [{"question": "a", "image": {"bytes": b"x"}, "took": datetime.timedelta(1)}]
+    for given in (rows, pd.DataFrame(rows), pa.Table.from_pylist(rows)):
+        caplog.clear()
+        assert _records(given, "data") == [{"question": "a"}]
+        assert "left out the columns 'image', 'took'" in caplog.text
+    assert _records(rows, "data", plain=False) == rows
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
