@@ -78,7 +78,7 @@ class DataSection(Section):
     max_prompt_tokens: Positive | None = None
     """Longest prompt of record files, tokens; longer ones are skipped, counted and logged. null:
     what sampler.max_length leaves after sampler.max_new_tokens, and at least half of it where that
-    is not set; all but one token of it where nothing is drawn."""
+    is not set; all but one token of it where nothing is sampled."""
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
     """Order of the prompts: the stream's, or drawn with weights 1 - p (hard_first) or p (1 - p)
     (frontier_first), p being the prompt's measured pass rate."""

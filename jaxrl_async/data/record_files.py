@@ -84,7 +84,7 @@ REMEDIES: Mapping[Bad, str] = {
     Bad.TOOLS: "set data.chat_format to one that shows tools, or data.jsonl.tools_field",
     Bad.NO_ANSWER: "set data.jsonl.answer_field or a reward that needs no answer",
 }
-"""What mends records of a kind, besides correcting them."""
+"""What to do about records of a kind, if they cannot be corrected."""
 
 
 class BadRecord(DataError):

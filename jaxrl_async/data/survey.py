@@ -1,6 +1,6 @@
 """What a run finds when it looks over its records at the start: a digest, and the references.
 
-The digest says on a resume whether the records are those of the run that is continued.
+A resume compares the digest with the one in the checkpoint.
 """
 
 import hashlib

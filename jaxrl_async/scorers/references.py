@@ -58,7 +58,7 @@ def _try(
 ) -> None:
     try:
         bad = {reference for reference in hard if unreadable(grader, reference)}
-    except RolloutError as error:  # it is told again when an answer is compared
+    except RolloutError as error:  # it is raised again when an answer is compared
         log.warning("reward.function = %r was not tried on all references: %s", name, error)
         return
     if not bad:

@@ -1,6 +1,6 @@
-"""Digests of what a run is given besides settings: what judges answers, and held-out records.
+"""Digests of what judges the answers of a run, and of its held-out records.
 
-A checkpoint holds them, so that a resumed run says what has changed since.
+A checkpoint holds them, and a resumed run logs which have changed.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ REWARD, HELD_OUT = "reward", "held-out records"
 def inputs_digest(config: Config, task: Task, held_out: tuple[Prompt, ...]) -> dict[str, str]:
     """Return the digest of each of them, by a name for people.
 
-    Functions count by their code and by what of their own module they use, files of the user's by
-    their bytes, built-in graders by their names.
+    Functions count by their code and by the functions and constants of their module that they use,
+    files of the user's by their bytes, built-in graders by their names.
     """
     judging = hashlib.sha256()
     for text in _judging(config, task):

@@ -195,6 +195,29 @@ def test_what_a_resumed_run_changes_is_told(tmp_path, caplog):
             check_resumed(Saved(step=1, state=None, loop={**loop, **wrong}), now, tmp_path)
 
 
+def test_objects_of_a_python_program_are_no_setting_that_has_changed(tmp_path, caplog):
+    before, now = (Config(task=f"python:task-{n}") for n in (1, 2))
+    loop = {"job": "rl", "schema": SCHEMA, "config": dump(before)}
+    check_resumed(Saved(step=1, state=None, loop=loop), now, tmp_path)
+    assert not caplog.messages
+
+
+def test_a_part_that_the_saved_run_did_not_have_names_its_setting(tmp_path):
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        save(checkpoints, 1, {"train": make_state(1)})
+    for part, setting in (
+        ("reference", r"algorithm\.kl_coefficient"),
+        ("critic", r"algorithm\.advantage=gae"),
+        ("teacher", r"teacher\.source=self"),
+    ):
+        wanted = {"train": make_state(0), part: make_state(0)}
+        with (
+            Checkpoints(tmp_path / "c") as checkpoints,
+            pytest.raises(CheckpointError, match=f"made without .*{setting}"),
+        ):
+            checkpoints.restore(None, wanted)
+
+
 def test_a_folder_that_lost_its_arrays_gives_way_too(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
