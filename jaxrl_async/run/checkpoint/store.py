@@ -260,19 +260,13 @@ class Checkpoints:
             check_files(self.directory / str(step))
         metadata = self._orbax.checkpointables_metadata(step).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
+        self._check_parts(step, _parts(saved), _parts(wanted))
         # Arrays that are saved and not wanted, or of another shape, are certainly another run's;
         # arrays that are wanted and missing may as well have been torn off.
         if problem := shape_mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
             raise CheckpointError(
                 f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
                 "configuration that made it (config.yaml beside it), or choose another run.name."
-            )
-        if lost := sorted(_parts(wanted) - _parts(saved)):
-            raise CheckpointError(
-                f"{self.directory / str(step)} was made without {PARTS.get(lost[0], lost[0])}, "
-                "which this run has now. Resume with the settings that made it (config.yaml next "
-                "to it), or choose another run.name; model.path=.../policy starts from a finished "
-                "run's weights."
             )
         if missing := shape_mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
@@ -283,6 +277,17 @@ class Checkpoints:
         items = self._orbax.load_checkpointables(step, asked)
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
+
+    def _check_parts(self, step: int, saved: set[str], wanted: set[str]) -> None:
+        """Raise CheckpointError, naming the settings, if a whole part is on one side alone."""
+        for part in sorted(saved ^ wanted):
+            had, has = ("with", "has not") if part in saved else ("without", "has")
+            raise CheckpointError(
+                f"{self.directory / str(step)} was made {had} {PARTS.get(part, part)}, which this "
+                f"run {has} now. Resume with the settings that made it (config.yaml next to it), "
+                "or choose another run.name; model.path=.../policy starts from a finished run's "
+                "weights."
+            )
 
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
