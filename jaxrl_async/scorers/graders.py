@@ -70,7 +70,7 @@ def math(completion: str, reference: str) -> Mapping[str, float]:
 
 
 def equal_texts(completion: str, reference: str) -> bool:
-    """Return whether the completion, or its answer, is the reference, spaces left out."""
+    """Return whether the completion, or its answer, has the reference's text."""
     if completion.strip() == reference.strip():
         return True
     given, right = find_answer(completion), find_answer(reference)
@@ -90,7 +90,10 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"\s+|^\$|\$$|\.$", "", TEXT.sub(r"\1", text.strip()))
+    """Return the text without what may be left out of it: spaces but those between two words or
+    numbers, LaTeX's marks around it and a full stop."""
+    text = re.sub(r"^\$|\$$|\.$", "", TEXT.sub(r"\1", text.strip()))
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
 
 
 def _verdict(correct: bool) -> Mapping[str, float]:

@@ -235,6 +235,9 @@ VERDICTS = [  # grader, completion, reference, right verdict
     (math, "\\boxed{\\mathrm{e}}", "e", 1),
     (math, "\\boxed{\\varnothing}", "\\emptyset", 1),
     # --- more of them
+    (gsm8k, "1 2", "12", 0),
+    (math, "1 2", "12", 0),
+    (math, "( 1 , 2 )", "(1,2)", 1),
     (math, "5 minutes", "5 hours", 0),
     (math, "It takes 5 minutes.", "5 hours", 0),
     (math, "\\boxed{3\\text{ kg}}", "3\\text{ g}", 0),
