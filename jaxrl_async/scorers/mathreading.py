@@ -22,6 +22,7 @@ from jaxrl_async.scorers.written_numbers import (
     number_of,
     plain_float,
     plain_signs,
+    written,
 )
 
 PLAIN, FORMULAS = [ExprExtractionConfig()], [LatexExtractionConfig(boxed_match_priority=0)]
@@ -36,6 +37,7 @@ WORD = re.compile(
 """A word of prose, not of a formula."""
 PROSE = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{2,}}|[{OTHERS}]")
 OTHER_WORDS = re.compile(rf"[{OTHERS}]")
+SEVERAL = re.compile(r",|\b(?:and|or)\b")
 EQUALS = re.compile(r"(?<![!<>=])=")
 ASIDE = re.compile(r"\([^()]*\)")
 OTHER_MONEY = re.compile(rf"[{CURRENCIES[1:]}](?=\s?-?[0-9])|(?<=[0-9])\s?[{CURRENCIES[1:]}]")
@@ -95,13 +97,13 @@ def expressions_of(answer: Answer) -> list[Any]:
             return parsed(line[: formulas[-1].end()])
         line = after
     line = line.rstrip(". ")
-    if "," not in line:
+    if not SEVERAL.search(line):
         line = EQUALS.split(line)[-1].strip()
     if not WORD.search(line):
         return _one_number(line) or parsed(boxed(line))
     number = number_of(Answer(line, answer.mark))
     if number is not None:
-        return parsed(boxed(str(number)))
+        return parsed(boxed(written(number)))
     fractions = FRACTION.findall(line)
     if len(fractions) == 1 and len(list(NUMBER.finditer(line))) == 2:
         return parsed(boxed(fractions[0].strip()))
@@ -118,7 +120,7 @@ def _one_number(text: str) -> list[Any]:
     if not (OTHER_WORDS.search(text) or unit_of(text) or (alone and TEXT.search(text))):
         return []
     number = number_of(Answer(text, "end"))
-    return [] if number is None else parsed(boxed(str(number)))
+    return [] if number is None else parsed(boxed(written(number)))
 
 
 def plain_money(text: str, sign: str) -> str:

@@ -25,6 +25,8 @@ SIGNS = {"٫": ".", "٬": ",", "⁄": "/", "∕": "/", "\u3000": " ", "，": "�
     "−–—‒", "-"
 )
 """Signs of other scripts, as ASCII's; a full-width comma separates clauses and stays."""
+COUNTRY = re.compile(r"\b(?:US|CA|AU|NZ|HK)(?=\\?\$\s?[0-9])")
+"""A country before its dollars: US$18."""
 GROUPS = re.compile(
     r"(?<![0-9.,])[0-9]{1,3}"
     r"(?:(?:\\[,;:! ]|\{,\}|,\\!|\\thinspace |[~'’\u00a0\u2005-\u2009\u202f])[0-9]{3})+(?![0-9])"
@@ -50,7 +52,9 @@ LARGER_BEFORE = re.compile(
         | [<>≤≥≠] =? [ ]* | != [ ]*
         | (?: {ALPHA} | _ ) [({{\[] [ ]* | [}}\])^_] [({{\[]            # sqrt(2), \frac{{1}}{{2}}
         | [({{\[] [^(){{}}\[\]]* , \s*                     # (1, 2
-        | 分之 | 分の | 분의 | [0-9] \s* {OR} \s*
+        | 分之 | 分の | 분의 | [0-9] [ ]                    # 5/18, 10 000
+        | [0-9] \s* {OR} \s* (?: [A-Za-z] \s* = \s* )?     # 5 or 7, x = 5 or x = 7
+        | \b (?: not | isn't | never ) \s+
         )$""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -90,10 +94,16 @@ def number_of(answer: Answer | None) -> Decimal | None:
     return _alone(text, numbers[0 if answer.mark == "####" else -1]) if numbers else None
 
 
+def written(number: Decimal) -> str:
+    """Return a number's digits: 18 for 18.0."""
+    return f"{number.normalize():f}"
+
+
 def plain_signs(text: str) -> str:
     """Return the text with the digits, signs and thousands of all scripts as ASCII's."""
     text = re.sub(r"[^\x00-\x7f]+", lambda found: "".join(map(_plain, found[0])), text)
-    return GROUPS.sub(lambda found: re.sub(r"[^0-9]+|thinspace ", "", found[0]), text)
+    text = GROUPS.sub(lambda found: re.sub(r"[^0-9]+", "", found[0]), text)
+    return COUNTRY.sub("", text)
 
 
 def plain_float(text: str) -> str:
