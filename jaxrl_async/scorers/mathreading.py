@@ -36,6 +36,9 @@ WORD = re.compile(
 )
 """A word of prose, not of a formula."""
 PROSE = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{2,}}|[{OTHERS}]")
+SPACED = re.compile(r"[-+]?[0-9]+(?: [0-9]+)+(?:\.[0-9]+)?")
+THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
+"""Numbers with spaces between them; one number, in groups of three digits."""
 OTHER_WORDS = re.compile(rf"[{OTHERS}]")
 SEVERAL = re.compile(r",|\b(?:and|or)\b")
 EQUALS = re.compile(r"(?<![!<>=])=")
@@ -82,14 +85,14 @@ def reference_read(reference: str) -> tuple[list[Any], str]:
     bare = without_money(asked)
     if FORMULA.search(bare):
         return parsed(bare), asked
-    return _one_number(bare) or parsed(boxed(bare)), asked
+    return _read(bare), asked
 
 
 def expressions_of(answer: Answer) -> list[Any]:
     """Return what an answer may mean; empty: it cannot be read."""
     line = without_money(plain_money(answer.line, "\\$"))
     if answer.mark == "box":
-        return _one_number(line) or parsed(boxed(line))
+        return _read(line)
     formulas = list(FORMULA.finditer(line))
     if formulas:
         after = ASIDE.sub("", line[formulas[-1].end() :])
@@ -100,7 +103,7 @@ def expressions_of(answer: Answer) -> list[Any]:
     if not SEVERAL.search(line):
         line = EQUALS.split(line)[-1].strip()
     if not WORD.search(line):
-        return _one_number(line) or parsed(boxed(line))
+        return _read(line)
     number = number_of(Answer(line, answer.mark))
     if number is not None:
         return parsed(boxed(written(number)))
@@ -109,6 +112,14 @@ def expressions_of(answer: Answer) -> list[Any]:
         return parsed(boxed(fractions[0].strip()))
     others: list[Any] = parse(line, PLAIN, parsing_timeout=None)
     return [] if others and getattr(others[0], "is_Number", False) else others
+
+
+def _read(text: str) -> list[Any]:
+    """Return what a text may mean that is an expression, or a number with words around it."""
+    if SPACED.fullmatch(text.strip()):
+        is_one = THOUSANDS.fullmatch(text.strip())
+        return parsed(boxed(text.replace(" ", ""))) if is_one else []
+    return _one_number(text) or parsed(boxed(text))
 
 
 def _one_number(text: str) -> list[Any]:

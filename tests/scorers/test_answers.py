@@ -416,6 +416,8 @@ VERDICTS = [  # grader, completion, reference, right verdict
     (math, "50 percent", "50\\%", 1),
     (math, "\\boxed{10{,}000}", "10,000", 1),
     (math, "10 000", "0", 0),
+    (math, "10 000", "10000", 1),
+    (math, "1 2", "2", 0),
     (gsm8k, "10 000", "0", 0),
     (math, "\\boxed{12\\,345.6}", "12345.6", 1),
     (gsm8k, "\\boxed{10\\,000}", "10000", 1),
