@@ -722,9 +722,9 @@ GROUPS = (
         ),
     ),
     Group(
-        "scorers/answers",
+        "scorers/written_numbers",
         ("scorers/test_graders.py::test_the_first_number_behind_the_mark_is_the_answer",),
-        (("numbers[0] if marker else numbers[-1]", "numbers[-1]"),),
+        (('numbers[0 if answer.mark == "####" else -1]', "numbers[-1]"),),
     ),
     Group(
         "scorers/judge_cache",
