@@ -182,7 +182,8 @@ class EndpointApp:
 
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, chat_call(body)
-        caller = desk.caller(exchange.key, exchange.header(CONVERSATION), body.get("model"))
+        named = exchange.header(CONVERSATION)
+        caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
         prompt = await desk.chat_prompt(caller, call)
         heading = desk.heading(caller, "chatcmpl", next(self._numbers))
         streamed = StreamedChat(desk, caller, call, prompt, heading)
@@ -193,7 +194,8 @@ class EndpointApp:
 
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, messages_call(body)
-        caller = desk.caller(exchange.key, exchange.header(CONVERSATION), body.get("model"))
+        named = exchange.header(CONVERSATION)
+        caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
         prompt = await desk.chat_prompt(caller, call)
         heading = desk.heading(caller, "msg", next(self._numbers))
         streamed = StreamedMessage(desk, caller, call, prompt, heading)
@@ -206,10 +208,10 @@ class EndpointApp:
     async def _responses(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, responses_call(body)
         root = new_root() if call.previous is None else root_of(call.previous)
-        conversation = exchange.header(CONVERSATION)
+        conversation = named = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
             conversation = f"{PREFIX}{root}"  # else nothing is kept that a call could follow
-        caller = desk.caller(exchange.key, conversation, body.get("model"))
+        caller = desk.caller(exchange.key, conversation, body.get("model"), voice=named)
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
@@ -229,7 +231,8 @@ class EndpointApp:
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, text_call(body)
-        caller = desk.caller(exchange.key, None, body.get("model"))
+        named = exchange.header(CONVERSATION)
+        caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
         if isinstance(call.prompt, str):
             prompt = await desk.text_prompt(call.prompt)
         else:
@@ -244,7 +247,8 @@ class EndpointApp:
 
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, token_call(body)
-        caller = desk.caller(exchange.key, None, body.get("model"))
+        named = exchange.header(CONVERSATION)
+        caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
         prompt = np.array(call.token_ids, np.int32)
         async with desk.drawing(caller, prompt, call.wish, parts=False) as drawing:
             answers = await drawing.answers()

@@ -164,18 +164,25 @@ class Desk:
             raise CallRefused("no agents outside of the run are asked (endpoint.outsiders)", 404)
         return self._door
 
-    def caller(self, key: str | None, conversation: str | None, model: Any = None) -> Caller:
+    def caller(
+        self,
+        key: str | None,
+        conversation: str | None,
+        model: Any = None,
+        *,
+        voice: str | None = None,
+    ) -> Caller:
         """Return who calls with a key. Raises CallRefused.
 
         Args:
             key: of a guest or a session.
-            conversation: names one of a guest's conversations; None: nothing is remembered. Of a
-                session it names one of its players.
+            conversation: names one of a guest's conversations; None: nothing is remembered.
             model: that a guest names; None: the base.
+            voice: names one of a session's players; None: there is one.
         """
         if key is None or not self._is_guest(key):
             session = self.session(key)
-            return Member(session, self._of_member(session), conversation or "")
+            return Member(session, self._of_member(session), voice or "")
         served = self.served
         adapter = "" if self.adapters is None else self.adapters.adapter_of(model)
         known = Conversations() if conversation is None else self._of_guest(key, conversation)

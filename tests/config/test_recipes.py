@@ -35,7 +35,7 @@ def test_a_recipes_neighbours_are_found_from_anywhere(tmp_path, monkeypatch):
 def test_an_unknown_recipe_is_refused_with_the_nearest_ones():
     with pytest.raises(ConfigError, match=r"recipe:grp: .* did you mean recipe:grpo"):
         load("recipe:grp")
-    with pytest.raises(ConfigError, match=r"give one of addition, .*3_ppo\."):
+    with pytest.raises(ConfigError, match=r"give one of addition, .*smollm2/gcd\."):
         recipe_file("qqqqq")
 
 

@@ -104,6 +104,7 @@ def test_what_a_config_json_asks_for_in_vain_is_named():
         "hidden_size": 8,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "intermediate_size": 8,
         "sliding_window": 4,
     }

@@ -255,6 +255,11 @@ def piped(name):
 NORM = "model.norm.weight"
 
 
+def only_an_index(folder):
+    index({NORM: "gone.safetensors"})(folder)
+    (folder / WEIGHTS).unlink()
+
+
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
@@ -278,8 +283,8 @@ NORM = "model.norm.weight"
         (index({NORM: "/etc/passwd"}), "names the file '/etc/passwd'"),
         (index({NORM: 5}), "names the file '5'"),
         (index([1]), "has no weight_map"),
-        (index({NORM: "gone.safetensors"}), "gone.safetensors: not found, or not a file"),
-        (edited(vocab_size=KeyError), "vocab_size is missing; it must be a whole number"),
+        (only_an_index, "gone.safetensors: not found, or not a file"),
+        (edited(vocab_size=KeyError), "model.embed_tokens.weight is [24, 16], not ["),
         (edited(hidden_size="16"), 'hidden_size = "16" must be a whole number'),
         (edited(num_hidden_layers=10**12), "num_hidden_layers = 1000000000000 must be"),
         (edited(num_hidden_layers=2), "must be a list of 2 of full_attention"),

@@ -112,13 +112,13 @@ def reward(prompt, completion, reference):
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path) -> None:
     prompts = {problem.prompt for problem in held_out(4, 8)}
     (tmp_path / "judge.py").write_text(NOT_AT_FIRST.format(held_out=prompts))
     judge = f"reward.function={tmp_path / 'judge.py'}:reward"
     lines = run(tmp_path, judge, "faults.scorer_retries=0", "data.addition.digits=4")
-    assert [line["step"] for line in lines if "eval/reward" in line] == [3, 6]
-    assert told(lines) == {"failed_evaluations": 1}
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 3, 6]
+    assert told(lines) == {"eval_left_out": 1}
 
 
 @pytest.mark.slow

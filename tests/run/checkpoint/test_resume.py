@@ -153,6 +153,7 @@ def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
         accounts=OwnAccounts(),
         lockstep=Lockstep(),
         images=None,
+        digests={},
         lock=nullcontext(),
     ).save(Learns(), 1, {})
     assert [p["next"] for p in saved["prompts"]] == [4]
