@@ -125,7 +125,7 @@ class RewardScorer:
         self._sources: dict[str, Source] = {}
         if processes:
             self._processes = RewardProcesses(processes)
-            self._threads = Threads(max(threads, processes))
+            self._askers = Threads(processes, replaced=False)  # a process ends its calls itself
             self._sources = {
                 judge.name: source_of(judge.function, judge.name, judge.where)
                 for judge in judges
@@ -227,7 +227,7 @@ class RewardScorer:
     async def _in_process(self, source: Source, call: RewardCall, log: Log) -> list[Score | None]:
         """Return what a process says; it keeps the time itself."""
         ask = functools.partial(self._processes.ask, source, call, self._timeout_s)
-        outcome: CallOutcome = await self._threads.run(ask, 2 * LOAD_S + self._timeout_s)
+        outcome: CallOutcome = await self._askers.run(ask, 2 * LOAD_S + self._timeout_s)
         if isinstance(outcome.error, TooLate):
             raise outcome.error
         scores, logged = outcome.get()

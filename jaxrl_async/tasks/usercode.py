@@ -109,8 +109,10 @@ class Threads:
     MAX_STUCK threads are kept so. Threads without work end.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._lock = most, threading.Lock()
+    def __init__(self, most: int, *, replaced: bool = True) -> None:
+        """replaced: False for calls that end by themselves. The thread of one that is given up
+        makes the next call when it has ended, and no other thread replaces it."""
+        self._most, self._lock, self._replaced = most, threading.Lock(), replaced
         self._waiting: deque[_Call] = deque()
         self._serving = 0
         self.stuck: set[_Call] = set()
@@ -165,11 +167,12 @@ class Threads:
                 call.begun_s = time.monotonic()
             outcome = _outcome(call.work)
             with self._lock:
-                if call.over:  # given up: another thread has replaced this one
+                if call.over and self._replaced:  # given up
                     self.stuck.discard(call)
                     return
-                call.over = True
-            call.settle(outcome)
+                given_up, call.over = call.over, True
+            if not given_up:
+                call.settle(outcome)
             del call, outcome  # an idle thread must not keep arrays alive
 
     def _give_up(self, call: _Call) -> None:
@@ -180,6 +183,8 @@ class Threads:
             call.over = True
             if call.begun_s is None:
                 self._waiting.remove(call)
+                return
+            if not self._replaced:
                 return
             self.stuck.add(call)
             self._serving -= 1

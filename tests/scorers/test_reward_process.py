@@ -29,6 +29,12 @@ def backtracks(completion):
     return float(len(completion))
 
 
+def noted_and_slow(completion, file):
+    with open(file, "a") as calls:
+        calls.write(completion + "\n")
+    return backtracks(completion)
+
+
 def kills_itself(completion):
     if completion == "exit":
         os._exit(0)
@@ -102,6 +108,18 @@ def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on()
     thread.join()
     assert len(gaps) > 10, "the other thread ran meanwhile"
     assert [s.reward for s in scores_of(scorer, record(), "ab")] == [2.0], "another one started"
+
+
+def test_calls_of_a_group_that_failed_are_not_made(tmp_path):
+    """Not more than the one that began before the group was given up; none stays stuck."""
+    scorer, file = scorer_of(noted_and_slow, timeout_s=0.5, processes=1), tmp_path / "calls"
+    of = record(file=str(file))
+    for _ in range(3):
+        with pytest.raises(RolloutTimeout):
+            asyncio.run(scorer((answer("slow"),) * 8, of))
+    assert scores_of(scorer, of, "ab")[0].reward == 2.0
+    assert 3 <= file.read_text().count("slow") <= 6, "of 24"
+    assert not scorer._askers.stuck and not scorer._threads.stuck
 
 
 def test_the_arguments_and_results_are_those_of_threads():
