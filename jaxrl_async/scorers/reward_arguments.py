@@ -34,6 +34,17 @@ OF_BOTH = ("messages",)
 """Of one answer the conversation, prompt included, as chat messages; of all answers a list."""
 IN_ORDER = ("prompt", "completion", "reference")
 """Arguments, in order, of a function whose three parameters have other names."""
+OF_VERL: Mapping[str, str] = {"solution_str": "completion", "ground_truth": "reference"}
+"""verl's names for two of them, where a function of one answer asks for `solution_str`. A column of
+the records with such a name comes first."""
+PLACES: Mapping[str, int | None] = {
+    **dict.fromkeys(("question", "query", "problem", "prompt_str"), 0),
+    **dict.fromkeys(("response", "response_str", "solution_str", "output"), 1),
+    **dict.fromkeys(("generation", "prediction", "pred"), 1),
+    **dict.fromkeys(("ground_truth", "label", "solution", "target", "gold", "expected"), 2),
+    **dict.fromkeys(("responses", "solution_strs", "outputs", "queries", "data_source"), None),
+}
+"""Other usual names of parameters, and the place in IN_ORDER that each fits; None: no place."""
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -46,8 +57,8 @@ class TrainerState:
 
 
 class OneForAll(str):
-    """A text that all answers share. It cannot be iterated: zip() would pair each answer with one
-    of its characters."""
+    """A text that all answers share. It has no items: zip() or an index would pair each answer with
+    one of its characters."""
 
     def __iter__(self) -> Any:
         """Raise TypeError that says what to ask for."""
@@ -55,6 +66,10 @@ class OneForAll(str):
             "`prompt` and `reference` are one text for all answers. Ask for `prompts`, or for the "
             "column of the records, which is a list with one item an answer."
         )
+
+    def __getitem__(self, place: Any) -> str:
+        """Return a part, or raise the same TypeError for an index, which counts answers."""
+        return super().__getitem__(place) if isinstance(place, slice) else self.__iter__()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +88,11 @@ class RewardArguments:
         """Return whether the function receives a value of that name."""
         return self.everything or name in self.names
 
+    @property
+    def of_verl(self) -> bool:
+        """Whether the function has verl's names of OF_VERL."""
+        return "solution_str" in self.names and not self.whole_group
+
     def check(self, prompts: Iterable[Prompt], where: str) -> None:
         """Raise ConfigError for a parameter that no value or column of these prompts can fill.
 
@@ -88,6 +108,7 @@ class RewardArguments:
                 "a value of its own. Rename the column, or ask for `columns`."
             )
         own = (*OF_THE_TASK, *OF_THE_RUN, *OF_BOTH)
+        own = (*own, *(OF_VERL if self.of_verl else ()))
         known = {*own, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
         for name in sorted(self.needed - known):
             near = get_close_matches(name, known, n=1)
@@ -113,6 +134,9 @@ class RewardArguments:
         """
         columns = {str(name): value for name, value in prompt.columns.items()}
         texts = {"prompt": prompt.text, "reference": prompt.reference}
+        if self.of_verl:
+            own = {**texts, **answers}
+            columns = {name: own[meant] for name, meant in OF_VERL.items()} | columns
         known = {*columns, *texts, "columns", *answers}
         if missing := sorted(self.needed - known):
             raise RefusedScore(
@@ -157,7 +181,7 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
             f"{where} asks for {min(one)!r}, which one answer has, and for {min(group)!r}, which "
             "all answers to a prompt have. Ask for one of them."
         )
-    by_name = bool(one or group or named & set(OF_BOTH)) or (
+    by_name = bool(one or group or named & {*OF_BOTH, "solution_str"}) or (
         everything and not places and not any_number
     )
     first = 0 if by_name else len(IN_ORDER)
@@ -172,7 +196,9 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
             "of the records."
         )
     misplaced = [p for p, own in zip(places, IN_ORDER, strict=False) if p.name != own]
-    if not by_name and (wrong := [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]):
+    wrong = [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]
+    wrong += [p.name for i, p in enumerate(places[:first]) if PLACES.get(p.name, i) != i]
+    if not by_name and wrong:
         raise ConfigError(f"{where} {_misnamed(wrong[0])}")
     others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
     return RewardArguments(

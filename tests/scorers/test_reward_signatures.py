@@ -33,6 +33,34 @@ def rewards(function, of, *texts, **made):
     return [score.reward for score in asyncio.run(scorer(episodes, of))]
 
 
+# ---- verl
+
+
+def of_gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    assert method == "strict"
+    return score if solution_str == ground_truth else format_score
+
+
+def default_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert data_source == "gsm8k" and extra_info in (None, {"level": 1})
+    assert "prompt" in kwargs and "completion" in kwargs
+    return float(solution_str == ground_truth)
+
+
+def test_verls_names_have_their_meaning():
+    columns = {"question": "How many?", "answer": "x #### 72"}
+    of = record("How many?", right="72", **columns)
+    assert rewards(of_gsm8k, of, "72", "How many?", "7") == [1, 0, 0]
+    with pytest.raises(ConfigError, match=r"asks for 'data_source'.*ground_truth"):
+        rewards(default_score, of, "72")
+    columns |= {"data_source": "gsm8k", "ground_truth": "73", "extra_info": {"level": 1}}
+    of = record("How many?", right="72", **columns)
+    assert rewards(default_score, of, "72", "73") == [0, 1], "a column of that name comes first"
+    assert rewards(of_gsm8k, of, "72", "73") == [0, 1]
+    with pytest.raises(ConfigError, match="asks for 'solution_str'"):
+        rewards(lambda completions, solution_str: completions, record(), "72")
+
+
 # ---- TRL
 
 
@@ -81,8 +109,17 @@ def test_one_text_for_all_answers_is_never_taken_apart():
     def zipped(completions, reference):
         return [float(c == r) for c, r in zip(completions, reference, strict=False)]
 
-    with pytest.raises(RolloutError, match=r"TypeError.*one text for all answers"):
-        rewards(zipped, record(right="12"), "1", "2")
+    def by_index(completions, prompt):
+        return [float(prompt[i] == c) for i, c in enumerate(completions)]
+
+    def backwards(completions, reference):
+        return [float(c == r) for c, r in zip(completions, reversed(reference), strict=True)]
+
+    for function in (zipped, by_index, backwards):
+        with pytest.raises(RolloutError, match=r"TypeError.*one text for all answers"):
+            rewards(function, record("12", right="12"), "1", "2")
+    part = lambda completions, reference: [float(reference[1:] == c) for c in completions]  # noqa: E731
+    assert rewards(part, record(right="12"), "1", "2") == [0, 1]
     one_prompt = lambda prompt, completions: [float(prompt == "q?")] * len(completions)  # noqa: E731
     assert rewards(one_prompt, record("q?", prompt="of the record"), "a", "b") == [1, 1]
     assert rewards(

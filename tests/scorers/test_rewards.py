@@ -126,6 +126,14 @@ def test_everything_and_a_column_never_hides_what_is_ours():
         ("completion, prompt, reference, /", "completion"),
         ("p, answer, tests", "tests"),
         ("prompt, tests, reference", "tests"),
+        ("response, ground_truth, extra", "response"),
+        ("text, ground_truth, method", "ground_truth"),
+        ("text, question, r", "question"),
+        ("p, solution, r", "solution"),
+        ("label, output, p=1", "label"),
+        ("data_source, text, truth", "data_source"),
+        ("p, c, solution_str, /", "solution_str"),
+        ("solution_strs, truths, extra_infos", "solution_strs"),
     ],
 )
 def test_no_parameter_is_given_something_else_than_its_name_says(user_file, signature, name):
@@ -136,6 +144,12 @@ def test_no_parameter_is_given_something_else_than_its_name_says(user_file, sign
         make_scorer(
             RewardSection(function=f"{path}:r"), spell, [prompt(tests=1, prompt="of the record")]
         )
+
+
+@pytest.mark.parametrize("names", ["question, response, label", "query, output, ground_truth"])
+def test_other_usual_names_fit_in_their_own_places(names):
+    made = eval(f"lambda {names}: [{names}] == ['1+1=', 'ab', '2']")
+    assert score(made, episode("ab"))[0].reward == 1
 
 
 def test_three_in_order_may_have_the_names_of_their_own_places(user_file):
