@@ -178,6 +178,11 @@ class Tokenizer:
         added = self.hf.added_tokens_decoder
         return {int(i): (token.content, bool(token.special)) for i, token in added.items()}
 
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Text of each special token, which `decode` leaves out."""
+        return {i: text for i, (text, special) in self.added_tokens.items() if special}
+
     def decode_all(self, token_ids: IntArray | Sequence[int]) -> str:
         """Decode ids with their special tokens."""
         return self._whole_text(np.asarray(token_ids, np.int32))

@@ -9,6 +9,7 @@ of the text.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -110,6 +111,11 @@ def after_thinking(text: str) -> str | None:
     if mark is None:
         return text
     return text[mark.end() :] if any(mark.groups()) else None
+
+
+def thinking_marks(tokens: Mapping[int, str]) -> dict[int, str]:
+    """Return the tokens that are marks of thinking, of tokens by id."""
+    return {i: text.strip() for i, text in tokens.items() if THINKING.fullmatch(text.strip())}
 
 
 def opened_thinking(prompt: str) -> str:

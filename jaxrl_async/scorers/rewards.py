@@ -11,7 +11,7 @@ Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -100,6 +100,7 @@ class RewardScorer:
         alone: bool = True,
         asks: tuple[str, ...] = QUESTIONS,
         max_steps: int = 0,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         """Make a scorer of these functions, which must have distinct short names.
 
@@ -113,6 +114,8 @@ class RewardScorer:
             alone: Nothing else rewards an answer to which no function applies.
             asks: Columns that may hold a record's question; the first that is there does.
             max_steps: Updates of the whole run.
+            marks: Text of the special tokens that are marks of thinking, by id; the built-in
+                functions see them, though `decode` leaves them out.
 
         Raises ConfigError if a function cannot be called, or no process could load it.
         """
@@ -120,6 +123,7 @@ class RewardScorer:
             (judge, reward_arguments_of(judge.function, judge.where)) for judge in judges
         ]
         self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
+        self._marks = dict(marks or {})
         self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
         self._sources: dict[str, Source] = {}
@@ -188,7 +192,7 @@ class RewardScorer:
     ) -> list[Score | None]:
         """Return one function's Score of each episode; None where it does not apply."""
         if judge.function in REWARDS.values():
-            graded = tuple(_graded_text(e, self._decode) for e in whole.episodes)
+            graded = tuple(_graded_text(e, self._decode, self._marks) for e in whole.episodes)
             whole = replace(whole, texts=graded)
         calls = [whole] if arguments.whole_group else _each(whole)
         logs = [logged] if arguments.whole_group else [[one] for one in logged]
@@ -275,15 +279,25 @@ def _means(logged: dict[str, list[float]]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in logged.items()}
 
 
-def _graded_text(episode: Episode, decode: Callable[[IntArray], str]) -> str:
+def _graded_text(
+    episode: Episode, decode: Callable[[IntArray], str], marks: Mapping[int, str]
+) -> str:
     """Return the text of the policy's last turn, after the mark of thinking with which the prompt
-    ends, if it does."""
+    ends, if it does. marks: as in RewardScorer."""
+
+    def text_of(token_ids: IntArray) -> str:
+        """The text from the last of the marks on: the answer is not before it."""
+        last = next(iter(np.flatnonzero(np.isin(token_ids, [*marks]))[::-1]), None)
+        if last is None:
+            return decode(token_ids)
+        return marks[int(token_ids[last])] + decode(token_ids[last + 1 :])
+
     places = np.flatnonzero(episode.drawn)
     breaks = np.flatnonzero(np.diff(places) > 1)
     turn = places[breaks[-1] + 1 :] if len(breaks) and episode.num_turns > 1 else places
-    text = decode(episode.token_ids[turn])
+    text = text_of(episode.token_ids[turn])
     first = int(turn[0]) if len(turn) else 0
-    opened = opened_thinking(decode(episode.token_ids[max(0, first - OPENING_TOKENS) : first]))
+    opened = opened_thinking(text_of(episode.token_ids[max(0, first - OPENING_TOKENS) : first]))
     return f"{opened}\n{text}" if opened else text
 
 
@@ -316,6 +330,7 @@ def make_scorer(
     alone: bool = True,
     asks: tuple[str, ...] = QUESTIONS,
     max_steps: int = 0,
+    marks: Mapping[int, str] | None = None,
 ) -> RewardScorer:
     """Make the configured scorer.
 
@@ -324,7 +339,7 @@ def make_scorer(
         decode: turns drawn tokens into text without special tokens.
         prompts: samples, for whose columns the functions may ask.
         of_task: a task's functions; reward.function adds to them if it is set.
-        alone: as in RewardScorer, and so are asks and max_steps.
+        alone: as in RewardScorer, and so are asks, max_steps and marks.
 
     Raises ConfigError if a function is unknown or cannot be called.
     """
@@ -350,6 +365,7 @@ def make_scorer(
         alone=alone,
         asks=asks,
         max_steps=max_steps,
+        marks=marks,
     )
     scorer.check(prompts)
     return scorer

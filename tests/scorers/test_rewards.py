@@ -8,20 +8,26 @@ import time
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from threading import Lock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RewardSection
+from jaxrl_async.data.tokenizer import PRINTABLE, Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
+from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.run.builders.scoring import make_scorers
 from jaxrl_async.scorers.guard import checked, try_once
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, find_reward, make_scorer
 from jaxrl_async.tasks import usercode
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 
@@ -665,3 +671,38 @@ def test_the_built_in_functions_judge_the_last_turn_of_several():
     seen = []
     score(scorer_of(lambda completion: float(seen.append(completion) is None)), called)
     assert seen == ["call(1+1)2"]
+
+
+@pytest.mark.parametrize("opening, closing", [("[THINK]", "[/THINK]"), ("<think>", "</think>")])
+@pytest.mark.parametrize("special", [True, False])
+def test_thinking_is_seen_where_its_marks_are_special_tokens(opening, closing, special):
+    """Before, what decode leaves out was not seen: a guess in thinking was paid."""
+    tokenizer = character_tokenizer(PRINTABLE)
+    marks = [AddedToken(mark, special=special, normalized=False) for mark in (opening, closing)]
+    tokenizer.hf.add_tokens(marks, special_tokens=special)
+    tokenizer = Tokenizer(tokenizer.hf)
+    config = Config(reward=RewardSection(function="gsm8k"))
+    scorers = make_scorers(config, tokenizer, [], None, Lock(), FaultCounts(), Task())
+
+    def paid(text, asked="q"):
+        asked, said = tokenizer.encode(asked), tokenizer.encode(text)
+        assert (opening in tokenizer.decode(asked) + tokenizer.decode(said)) <= (not special)
+        ids = np.concatenate([asked, said, [tokenizer.eos_ids[0]]]).astype(np.int32)
+        drawn = np.arange(len(ids)) >= len(asked)
+        zeros = np.zeros(len(ids), np.float32)
+        of = Episode(
+            token_ids=ids,
+            drawn=drawn,
+            logprobs=zeros,
+            versions=zeros.astype(np.int32),
+            stop=StopReason.EOS,
+        )
+        (got,) = asyncio.run(scorers.training((of,), prompt("q", "5")))
+        return got.reward
+
+    assert paid(f"{opening}maybe \\boxed{{5}}{closing}The answer is 7") == 0
+    assert paid(f"{opening}it may be 5") == 0, "thinking never ends"
+    assert paid("so 5", asked=f"q{opening}") == 0, "the prompt opened it"
+    assert paid(f"or 7 {closing}it is 5", asked=f"q{opening}") == 1
+    assert paid(f"{opening}7{closing}so 7{opening}8{closing}The answer is 5") == 1
+    assert paid("so 5") == 1

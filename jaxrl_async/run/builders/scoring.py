@@ -24,6 +24,7 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.ports import Scorer
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
+from jaxrl_async.scorers.answers import thinking_marks
 from jaxrl_async.scorers.environment_scorer import EnvironmentScorer
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.judge import (
@@ -133,6 +134,7 @@ def make_scorers(
             alone=not others_judge,
             asks=_asks(config, task),
             max_steps=config.run.steps,
+            marks=thinking_marks(tokenizer.special_tokens),
         )
     function: Scorer | None = functions
     if task.judges:
