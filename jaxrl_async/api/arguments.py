@@ -18,8 +18,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.chat_formats.chat_messages import without_filled
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
@@ -318,6 +321,7 @@ def _records(data: Any, name: str, *, plain: bool = True) -> list[dict[str, Any]
             f"train: {name} is a mapping of {', '.join(map(repr, data))}. Give a list of records; "
             f"of a data set with splits give one of them, such as {name}['train']."
         )
+    is_table = hasattr(data, "column_names") or hasattr(data, "columns")
     data = _rows_of_table(data)
     if not isinstance(data, Iterable):
         raise DataError(
@@ -333,7 +337,8 @@ def _records(data: Any, name: str, *, plain: bool = True) -> list[dict[str, Any]
                 f"train: {name}[{index}] is a {type(record).__name__}. Give a mapping, such as "
                 '{"question": ..., "answer": ...}, or a text.'
             )
-        records.append(dict(record))
+        tidy = without_filled if is_table else lambda value: value
+        records.append({name: tidy(value) for name, value in record.items()})
     if not records:
         raise DataError(f"train: {name} is empty. Give at least two records.")
     return _without_bytes(records, name) if plain else records
@@ -356,6 +361,8 @@ def _without_bytes(records: list[dict[str, Any]], name: str) -> list[dict[str, A
 def _holds_bytes(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_bytes, value.values()))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "OSVm" and any(map(_holds_bytes, value.ravel().tolist()))
     if isinstance(value, list | tuple):
         return any(map(_holds_bytes, value))
     return isinstance(value, bytes | bytearray | memoryview | timedelta)

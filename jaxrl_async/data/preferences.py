@@ -1,7 +1,8 @@
 """Preference records: a prompt with a better and a worse answer, or one answer judged good or bad.
 
 {"prompt": "...", "chosen": "...", "rejected": "..."}       a pair
-{"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto
+{"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto; a pair's own
+                                                            label is not looked at
 
 Each of them may be a list of chat messages, an answer of one assistant's; without `prompt` the
 conversations of chosen and rejected begin with it.
@@ -114,7 +115,7 @@ Answer = str | Message
 def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None]:
     """Return prompt, chosen and rejected answer, one of them None in a judged record."""
     asked = as_messages(fields.get(Field.PROMPT))
-    if Field.LABEL in fields:
+    if _is_judged(fields):
         label, (before, answer) = fields[Field.LABEL], _answer(fields, Field.COMPLETION)
         if label not in (0, 1):  # False, True, 0.0 and 1.0 among them
             raise BadRecord(Bad.FIELD, f"the label is {str(label)[:40]!r}, neither 1 nor 0")
@@ -138,6 +139,13 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
     if asked is None:
         raise BadRecord(Bad.FIELD, lacking(fields, [Field.PROMPT]))
     return asked, chosen, rejected
+
+
+def _is_judged(fields: Mapping[str, Any]) -> bool:
+    """Return whether a record has a judged answer, and not a pair whose label is another matter."""
+    is_pair = all(fields.get(name) is not None for name in (Field.CHOSEN, Field.REJECTED))
+    half = all(fields.get(name) is not None for name in (Field.COMPLETION, Field.LABEL))
+    return half or (Field.LABEL in fields and not is_pair)
 
 
 def _is_in(asked: Any, before: Sequence[Message]) -> bool:

@@ -11,6 +11,7 @@ import json
 import logging
 import lzma
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_async.data.chat_formats.chat_messages import without_filled
 from jaxrl_async.data.hub import hub_records, hub_rows
 from jaxrl_async.errors import DataError, MissingExtraError
 
@@ -33,8 +35,10 @@ TABLES = {".csv": "read_csv(FILE)", ".tsv": "read_table(FILE)", ".xlsx": "read_e
 """Endings of tables that are not read, and what reads them."""
 PACKED: Mapping[bytes, str] = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
 """First bytes of packed files that are read, and Python's module for each."""
+PACKED_SUFFIX = re.compile(r"\.(?:gz|bz2|xz)$")
 PARQUET = b"PAR1"
 OTHER_FILES: Mapping[bytes, str] = {
+    PARQUET: "a packed parquet file. Unpack it",
     b"\xff\xfe": "UTF-16. Write it as UTF-8",
     b"\xfe\xff": "UTF-16. Write it as UTF-8",
     b"PK\x03\x04": "a zip archive. Unpack it",
@@ -158,8 +162,9 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
     """
     place = Path(path)
     if (named := hub_records(str(path))) is not None:
+        left_out: set[str] = set()
         for number, columns in enumerate(hub_rows(named), start=1):
-            yield _table_row(place, number, columns)
+            yield _table_row(place, number, columns, left_out)
     elif os.path.isdir(path):  # which answers for a name that is too long to exist
         yield from _tables(place, *_files_of_folder(place))
     elif place.suffix.lower() == ".parquet" or _first_bytes(place).startswith(PARQUET):
@@ -173,28 +178,44 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
 
 def _check_kind(path: Path) -> None:
     """Raise DataError for a file that other libraries read as a table."""
-    if path.suffix.lower() in TABLES:
+    suffix = Path(PACKED_SUFFIX.sub("", path.name.lower())).suffix
+    if suffix in TABLES:
         raise DataError(
             f"{path}: records are JSON lines or parquet. Give the table itself to "
-            f"jaxrl_async.train (data=pandas.{TABLES[path.suffix.lower()]}), or write it as JSON "
+            f"jaxrl_async.train (data=pandas.{TABLES[suffix]}), or write it as JSON "
             "lines (DataFrame.to_json(FILE, orient='records', lines=True))."
         )
-    begins = _first_bytes(path)
+    begins = _unpacked_beginning(path)
     if found := next((what for mark, what in OTHER_FILES.items() if begins.startswith(mark)), None):
         raise DataError(f"{path}: it is {found}.")
-    if path.suffix.lower() == ".json" and path.is_file():
-        with path.open("rb") as file:
-            if file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
-                raise DataError(
-                    f"{path}: a list of records. Write one object a line (JSON lines), or give the "
-                    "list itself to jaxrl_async.train (data=json.load(FILE))."
-                )
+    text = begins.removeprefix(BYTE_ORDER_MARK).lstrip()
+    if suffix == ".json" and text.startswith(b"["):
+        raise DataError(
+            f"{path}: a list of records. Write one object a line (JSON lines), or give the "
+            "list itself to jaxrl_async.train (data=json.load(FILE))."
+        )
+    if suffix == ".json" and text.splitlines()[:1] == [b"{"]:
+        raise DataError(
+            f"{path}: one JSON object on several lines. Write each record as an object on a line "
+            "of its own (JSON lines; json.dumps without indent)."
+        )
 
 
 @cache
 def _tell_of_copies(path: str, copies: int, records: int) -> None:
     """Log it once, though a file is read for each of its splits."""
     log.warning("%s: %d of %d records are copies of earlier ones", path, copies, records)
+
+
+def _unpacked_beginning(path: Path) -> bytes:
+    """Return the first bytes of a file, unpacked; as _first_bytes otherwise."""
+    if not _first_bytes(path):
+        return b""
+    try:
+        with _opened(path) as file:
+            return bytes(file.read(64))
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return b""
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -299,14 +320,18 @@ Batches = Callable[[Path], Iterator[Any]]
 
 def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
     """Yield the rows of several files, numbered from 1 through all of them."""
-    number = 0
+    number, left_out = 0, set[str]()
     try:
         for file in files:
             for batch in batches(file):
                 _check_names(file, batch.schema.names)
+                for column in batch.schema:
+                    if (holds := _unheld(column.type)) and column.name not in left_out:
+                        left_out.add(column.name)
+                        _tell_of_column(str(place), column.name, holds)
                 for fields in batch.to_pylist():
                     number += 1
-                    yield _table_row(place, number, fields)
+                    yield _table_row(place, number, fields, left_out)
     except (DataError, MissingExtraError):
         raise
     except Exception as error:  # pyarrow's own, and what to_pylist raises
@@ -336,13 +361,29 @@ def _tell_of_column(place: str, name: str, holds: str) -> None:
     )
 
 
-def _table_row(table: Path, number: int, fields: Mapping[str, Any]) -> Row:
-    """Return a row of a table, without the columns that hold bytes and the like."""
+def _unheld(kind: Any) -> str:
+    """Return what an Arrow type holds that no record can have, in whichever of its parts; ''."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    inner += [kind.value_type] if str(kind).startswith("dictionary") else []
+    own = next((held for name, held in UNHELD.items() if name in str(kind)), "")
+    return next(filter(None, map(_unheld, inner)), "") if inner else own
+
+
+UNHELD: Mapping[str, str] = {"binary": "a bytes", "duration": "a timedelta"}
+"""What values are in Python, by a part of the name of their Arrow type."""
+
+
+def _table_row(table: Path, number: int, fields: Mapping[str, Any], left_out: set[str]) -> Row:
+    """Return a row of a table, without the columns that hold bytes and the like; left_out: their
+    names so far, which is added to."""
     place, plain = f"row {number}", dict[str, Any]()
     for name, value in fields.items():
+        if name in left_out:
+            continue
         try:
-            plain[name] = _plain(value, MAX_DEPTH)
+            plain[name] = without_filled(_plain(value, MAX_DEPTH))
         except _NotPlain as error:
+            left_out.add(name)
             _tell_of_column(str(table), name, str(error))
         except BadRecord as error:
             return Row(place=place, fields=error)

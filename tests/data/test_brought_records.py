@@ -76,6 +76,33 @@ def test_the_tools_of_a_record_are_shown(tmp_path, given, column):
     assert TOKENIZER.decode_all(record.token_ids).startswith("<tools>zq(a)</tools>")
 
 
+def test_a_call_of_a_table_is_taught_with_its_own_arguments(tmp_path):
+    """A table gives each call the arguments of all others, with null."""
+
+    def said(**arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    def taught(path):
+        for record in read_records(path, section(), TOKENIZER, taught=True):
+            text = TOKENIZER.decode_all(record.answer_ids)
+            yield json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+
+    written = [{"a": 1, "deep": [{"x": 1}]}, {"b": "x", "deep": [{"y": {"z": 2}}]}]
+    table = pa.table({"messages": [said(**one) for one in written], "answer": ["1", "2"]})
+    pq.write_table(table, tmp_path / "d.parquet")
+    assert [call["arguments"] for call in taught(tmp_path / "d.parquet")] == written
+    for given in (table, table.to_pandas()):
+        for record, right in zip(_records(given, "data"), written, strict=True):
+            (call,) = record["messages"][1]["tool_calls"]
+            assert call["function"]["arguments"] == right
+    own = [{"messages": said(a=None), "answer": "1"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps(own[0]))
+    (call,) = taught(tmp_path / "d.jsonl")
+    assert call["arguments"] == {"a": None}, "somebody wrote it"
+    assert _records(own, "data") == own
+
+
 def test_tools_of_a_table_are_shown_without_its_empty_keys(tmp_path):
     two = [TOOL, {"type": "function", "function": {"name": "b", "parameters": {"properties": {}}}}]
     table = pa.table({"messages": [ASKED], "answer": ["3"], "tools": [two]})
@@ -183,6 +210,15 @@ def test_a_pair_that_lacks_something_says_what(tmp_path, record, said):
         read_preferences(path, section(), BARE, max_tokens=50)
 
 
+@pytest.mark.parametrize("label", [1, 0, None, "of the pair"])
+def test_a_pair_may_have_a_label_of_its_own(tmp_path, label):
+    path = tmp_path / "p.jsonl"
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": None, "label": label}
+    path.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "prompt": "d"}))
+    for pair in read_preferences(path, section(), BARE, max_tokens=50):
+        assert BARE.decode(pair.chosen_ids) == "b" and BARE.decode(pair.rejected_ids) == "c"
+
+
 # ---- numbers and answers
 
 
@@ -257,6 +293,27 @@ def test_a_file_of_another_kind_is_refused_by_its_kind(tmp_path, content, said):
         read(tmp_path, content)
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.json", b' [{"question": "a"}]', "a list of records"),
+        ("d.json", b'{\n  "question": "a",\n  "answer": "1"\n}\n', "object on several lines"),
+        ("d.json", b"\xef\xbb\xbf{\r\n}", "object on several lines"),
+        ("d.csv", b"question,answer\na,1\n", r"pandas\.read_csv"),
+        ("d.jsonl", b"SQLite format 3", "a database"),
+    ],
+)
+def test_a_packed_file_is_refused_by_what_it_holds(tmp_path, pack, name, content, said):
+    ending = {gzip.compress: ".gz", bz2.compress: ".bz2", lzma.compress: ".xz"}.get(pack, "")
+    with pytest.raises(DataError, match=said):
+        read(tmp_path, pack(content), name + ending)
+
+
+def test_json_lines_may_be_named_json(tmp_path):
+    assert len(read(tmp_path, b'\n{"question": "a", "answer": "1"}\n', "d.json")) == 1
+
+
 @pytest.mark.parametrize("name", ["d.PARQUET", "d.parquet", "d", "d.jsonl"])
 def test_parquet_is_known_by_its_first_bytes(tmp_path, name):
     assert len(read(tmp_path, pa.table({"question": ["a"], "answer": ["1"]}), name)) == 1
@@ -276,6 +333,23 @@ def test_columns_of_bytes_are_left_out_and_named_once(tmp_path, caplog):
     assert [set(r.columns) for r in records] == [{"question", "answer"}] * 2
     for name in ("image", "nested", "took"):
         assert sum(f"the column {name!r} is left out" in m for m in caplog.messages) == 1
+
+
+def test_a_column_of_bytes_is_left_out_of_all_records(tmp_path):
+    """Also of those whose cell is empty."""
+    some = pa.array([None, b"x"], pa.binary())
+    lists = pa.array([[], [{"bytes": b"x"}]], pa.list_(pa.struct({"bytes": pa.large_binary()})))
+    texts = pa.array(["binary", None]).dictionary_encode()
+    table = {"question": ["a", "b"], "answer": ["1", "2"], "image": some, "images": lists}
+    for record in read(tmp_path, pa.table(table | {"kind": texts}), "d.parquet"):
+        assert set(record.columns) == {"question", "answer", "kind"}
+
+
+def test_a_data_frame_of_images_is_read_without_them():
+    """Pandas holds a list of a parquet file as an array of dicts."""
+    images = [np.array([{"bytes": b"x", "path": None}], object), np.array([], object)]
+    frame = pd.DataFrame({"question": ["a", "b"], "images": images, "n": [np.ones(2)] * 2})
+    assert [set(row) for row in _records(frame, "data")] == [{"question", "n"}] * 2
 
 
 def test_columns_of_bytes_of_python_objects_are_left_out_too(caplog):

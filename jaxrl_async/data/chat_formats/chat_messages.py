@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import Message
 
@@ -69,6 +71,15 @@ def record_tools(
         raise DataError(f"the column {name!r}: {error}") from None
 
 
+def without_filled(value: Any) -> Any:
+    """Return chat messages of a table without the keys that have no value: the table fills in for
+    each message, and each call's arguments, what others have. All else is returned as it is."""
+    listed = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(listed, list) or not listed:
+        return value
+    return _valued(listed) if all(isinstance(m, Mapping) and "role" in m for m in listed) else value
+
+
 def _function_tool(tool: Any) -> Any:
     if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
         return tool
@@ -79,7 +90,7 @@ def _valued(value: Any) -> Any:
     """Return a value without the keys of its objects that have none."""
     if isinstance(value, Mapping):
         return {key: _valued(inner) for key, inner in value.items() if inner is not None}
-    return [_valued(inner) for inner in value] if isinstance(value, list) else value
+    return [_valued(inner) for inner in value] if isinstance(value, list | np.ndarray) else value
 
 
 def checked_messages(value: Any) -> tuple[Message, ...]:
