@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.errors import RefusedScore
 from jaxrl_async.lent import copied
 from jaxrl_async.metrics.metric import part_name
@@ -126,9 +127,9 @@ def checked_log(log: Log) -> Log:
 
 
 def asks_in_messages(prompt: Prompt, asks: Iterable[str] = QUESTIONS) -> bool:
-    """Return whether the record's own prompt is a list of chat messages, not a text."""
+    """Return whether the record's own prompt is a list of chat messages, or JSON text of one."""
     found = next((v for n in asks if (v := prompt.columns.get(n)) is not None), None)
-    return bool(prompt.messages) and isinstance(found, list | tuple | np.ndarray)
+    return bool(prompt.messages) and isinstance(as_messages(found), list | tuple | np.ndarray)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -6,10 +6,12 @@ libraries give, worked out by hand.
 """
 
 import asyncio
+import json
 import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +150,21 @@ THINKING = (
         "8",
     ],
 )
+
+
+def test_messages_as_json_text_are_a_conversation_for_rewards_too():
+    """They are for the policy, see data/records.py."""
+
+    def asked_and_said(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "4 + 4?"}]] * 2
+        return [float(c == [{"role": "assistant", "content": "8"}]) for c in completions]
+
+    said = ({"role": "user", "content": "4 + 4?"},)
+    for name in ("prompt", "messages", "question"):
+        of = replace(record("4 + 4?", messages=said), columns={name: json.dumps(said)})
+        assert rewards(asked_and_said, of, "8", "9") == [1, 0]
+    of = record("[4]", messages=({"role": "user", "content": "[4]"},), question="[4]")
+    assert rewards(lambda completions: [float(c == "8") for c in completions], of, "8") == [1]
 
 
 def test_conversational_completions_are_lists_of_messages():
