@@ -136,10 +136,10 @@ class Watchdog:
         """Read the counters until stopped. Raises StalledError if there is no progress."""
         if not self.limit_s:
             return
-        with self._stacks.open("w", encoding="utf-8") as file:
+        with self._stacks.open("a", encoding="utf-8") as file:  # behind an earlier run's stacks
             try:
                 self._write_if_locked(file)
-                written = 0
+                written = os.fstat(file.fileno()).st_size
                 while not self._stopped.wait(self.limit_s / LOOKS):
                     self._write_if_locked(file)
                     if (size := os.fstat(file.fileno()).st_size) > written:
@@ -169,7 +169,7 @@ class Watchdog:
         if now - self._moved_at < self.limit_s:
             return
         part, why = culprit(reading)
-        with self._stacks.open("w", encoding="utf-8") as file:
+        with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"{part}: {why}\n{reading}\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

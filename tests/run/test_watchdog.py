@@ -73,6 +73,31 @@ def test_the_stacks_of_all_threads_are_written(tmp_path):
     assert text.startswith("scorer: ") and "hangs_in_a_function_of_this_name" in text
 
 
+def test_the_stacks_of_an_earlier_stall_are_kept(tmp_path):
+    """Before, the resume after a stall deleted what said why it had stalled."""
+    clock, stacks = VirtualClock(), tmp_path / "stacks.txt"
+
+    def ran(*words):
+        dog = Watchdog(lambda: WAITING, limit_s=100, stacks=stacks, clock=clock)
+        thread = threading.Thread(target=dog.run)
+        thread.start()
+        dog.stop()
+        thread.join(30)
+        assert stacks.exists() == bool(words)
+        assert not words or stacks.read_text().startswith(words)
+
+    ran()
+    stacks.write_text("an earlier one\n")
+    ran("an earlier one\n")
+    dog = Watchdog(lambda: WAITING, limit_s=1, stacks=stacks, clock=clock)
+    dog.look()
+    clock.advance(1)
+    with pytest.raises(StalledError):
+        dog.look()
+    assert stacks.read_text().startswith("an earlier one\nrollouts: ")
+    ran("an earlier one\nrollouts: ")
+
+
 def test_stopping_it_ends_its_thread_and_0_never_barks(tmp_path):
     dog = Watchdog(lambda: WAITING, limit_s=3600, stacks=tmp_path / "stacks.txt")
     thread = threading.Thread(target=dog.run)
