@@ -6,10 +6,14 @@ A checkpoint holds them, and a resumed run logs which have changed.
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
+
+import numpy as np
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import is_own
@@ -26,7 +30,7 @@ def inputs_digest(config: Config, task: Task, held_out: tuple[Prompt, ...]) -> d
     """Return the digest of each of them, by a name for people.
 
     Functions count by their code and by the functions and constants of their module that they use,
-    files of the user's by their bytes, built-in graders by their names.
+    files of the user's by their bytes, built-in graders by their names, all by their weights.
     """
     judging = hashlib.sha256()
     for text in _judging(config, task):
@@ -54,8 +58,9 @@ def tell_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], wh
 
 def _judging(config: Config, task: Task) -> Iterator[str]:
     """Yield texts that change with what judges the answers."""
-    names = [*config.reward.weights] if config.reward.function is not None else []
-    for name in (*names, config.reward.process.function or ""):
+    weights = config.reward.weights if config.reward.function is not None else {}
+    yield repr([*weights.values()])
+    for name in (*weights, config.reward.process.function or ""):
         file = Path(name.rpartition(":")[0])
         readable = is_own(name) and file.is_file()
         yield (
@@ -75,22 +80,22 @@ def code_of(thing: Any, seen: set[int] | None = None) -> Iterator[str]:
     seen: ids of functions and classes that were yielded already.
     """
     seen = set() if seen is None else seen
-    if _is_constant(thing):
-        yield repr(thing)
+    if (said := _constant(thing)) is not None:
+        yield said
     elif inspect.ismethod(thing):
         yield from code_of(thing.__func__, seen)
     elif isinstance(thing, FunctionType | type):
-        thing = inspect.unwrap(thing)
         if id(thing) not in seen:
             seen.add(id(thing))
             yield from _class(thing, seen) if isinstance(thing, type) else _function(thing, seen)
     elif hasattr(thing, "func") and hasattr(thing, "keywords"):  # functools.partial
-        yield repr([a for a in (*thing.args, *thing.keywords.items()) if _is_constant(a)])
+        yield from _constants([*thing.args, *thing.keywords.items()])
         yield from code_of(thing.func, seen)
     elif callable(thing):
         yield from code_of(type(thing), seen)
-        own = getattr(thing, "__dict__", {})
-        yield repr(sorted((key, value) for key, value in own.items() if _is_constant(value)))
+        yield from _constants(sorted(getattr(thing, "__dict__", {}).items()))
+    if (wrapped := getattr(thing, "__wrapped__", None)) is not None:  # by a decorator
+        yield from code_of(wrapped, seen)
 
 
 def _class(kind: type, seen: set[int]) -> Iterator[str]:
@@ -99,20 +104,21 @@ def _class(kind: type, seen: set[int]) -> Iterator[str]:
         value = getattr(value, "__func__", value)
         if isinstance(value, FunctionType):
             yield from code_of(value, seen)
-        elif not name.startswith("__") and _is_constant(value):
-            yield f"{name}={value!r}"
+        elif not name.startswith("__"):
+            yield from _constants([(name, value)])
 
 
 def _function(function: FunctionType, seen: set[int]) -> Iterator[str]:
     yield function.__qualname__.rpartition(".")[2]
     names = list(_code(function.__code__))
     yield repr(names)
-    yield repr([v for v in (function.__defaults__ or ()) if _is_constant(v)])
+    yield from _constants([*(function.__defaults__ or ())])
+    yield from _constants(sorted((function.__kwdefaults__ or {}).items()))
     used = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     used += [function.__globals__[n] for n in sorted({*names} & function.__globals__.keys())]
     for value in used:
         own = getattr(value, "__module__", None) == function.__module__
-        if _is_constant(value) or (own and isinstance(value, FunctionType | type)):
+        if _constant(value) is not None or (own and isinstance(value, FunctionType | type)):
             yield from code_of(value, seen)
 
 
@@ -126,21 +132,44 @@ def _is_filled(cell: CellType) -> bool:
 
 def _code(code: CodeType) -> Iterator[str]:
     """Yield what a function's code consists of, its inner functions' too: names, constants,
-    instructions; not lines and files."""
+    instructions; not lines, files and docstrings."""
     yield code.co_code.hex()
     yield from code.co_names
-    for constant in code.co_consts:
+    for place, constant in enumerate(code.co_consts):
         if isinstance(constant, CodeType):
             yield from _code(constant)
+        elif place or not _has_docstring(code):
+            yield _constant(constant) or repr(constant)
         else:
-            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+            yield repr(None)  # as of a function without one
 
 
-def _is_constant(value: Any) -> bool:
-    """Return whether the value's repr says all of it, in each process alike."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_constant, value))
+def _has_docstring(code: CodeType) -> bool:
+    """Return whether a code's first constant is its docstring."""
+    if sys.version_info >= (3, 13):
+        return bool(code.co_flags & 0x4000000)  # CO_HAS_DOCSTRING
+    is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+    return bool(is_function) and isinstance(code.co_consts[0], str)
+
+
+def _constants(values: Sequence[Any]) -> Iterator[str]:
+    """Yield the texts of those values that are constants."""
+    yield repr([said for value in values if (said := _constant(value)) is not None])
+
+
+def _constant(value: Any) -> str | None:
+    """Return a text that says all of a value, the same in each process; None: there is none."""
+    if isinstance(value, tuple | list | set | frozenset):
+        parts = [_constant(part) for part in value]
+        if isinstance(value, set | frozenset):  # whose order differs between processes
+            parts.sort(key=str)
+        return None if None in parts else f"{type(value).__name__} {parts}"
     if isinstance(value, dict):
-        return all(_is_constant(k) and _is_constant(v) for k, v in value.items())
-    pattern = type(value).__module__ == "re"
-    return value is None or pattern or isinstance(value, str | bytes | int | float | bool)
+        said = _constant(list(value.items()))
+        return None if said is None else f"dict {said}"
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"array {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, re.Pattern):  # whose repr is cut
+        return f"re {value.pattern!r} {value.flags}"
+    plain = value is None or isinstance(value, str | bytes | int | float | bool | np.generic)
+    return repr(value) if plain else None

@@ -1,6 +1,10 @@
 """The digests by which a resumed run knows other rewards and other held-out records."""
 
 import functools
+import os
+import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -46,6 +50,40 @@ def module_of(source):
 SOURCE = "W = {}\ndef helper(x):\n    return x * W\ndef reward(completion):\n    return helper(1)\n"
 
 
+DECORATED = """
+import functools
+def times(k):
+    def made(g):
+        @functools.wraps(g)
+        def scaled(*a, **b):
+            return k * g(*a, **b)
+        return scaled
+    return made
+@times({})
+def reward(completion):
+    return {}
+"""
+
+
+def with_keyword(number):
+    def reward(completion, *, least=number):
+        return float(len(completion) > least)
+
+    return reward
+
+
+def told(words):
+    def inner():
+        return 1.0
+
+    inner.__code__ = module_of(f"def f():\n    {words}return 1.0\n").f.__code__
+
+    def reward(completion):
+        return inner()
+
+    return reward
+
+
 class Counts:
     least = 1
 
@@ -60,6 +98,11 @@ def test_code_differs_where_the_reward_does():
     same = [
         (longer_than(1), longer_than(1)),
         (Counts(), Counts()),
+        (told("'one'\n    "), told("'another'\n    ")),
+        (told("'one'\n    "), told("")),
+        (with_keyword(1), with_keyword(1)),
+        (module_of(DECORATED.format(1, 5)).reward, module_of(DECORATED.format(1, 5)).reward),
+        (longer_than(np.arange(3)), longer_than(np.arange(3))),
         (module_of(SOURCE.format(2)).reward, module_of("\n\n# more\n" + SOURCE.format(2)).reward),
     ]
     other = [
@@ -67,9 +110,40 @@ def test_code_differs_where_the_reward_does():
         (functools.partial(max, 1), functools.partial(max, 2)),
         (module_of(SOURCE.format(2)).reward, module_of(SOURCE.format(3)).reward),
         (lambda completion: 1.0, lambda completion: 2.0),
+        (lambda completion: "a", lambda completion: "b"),
+        (with_keyword(1), with_keyword(2)),
+        (module_of(DECORATED.format(1, 5)).reward, module_of(DECORATED.format(2, 5)).reward),
+        (module_of(DECORATED.format(1, 5)).reward, module_of(DECORATED.format(1, 6)).reward),
+        (functools.cache(longer_than(1)), functools.cache(longer_than(2))),
+        (longer_than({"a", "b"}), longer_than({"a", "c"})),
+        (longer_than([frozenset({1})]), longer_than([frozenset({2})])),
+        (longer_than(np.array([1, 2])), longer_than(np.array([1, 3]))),
+        (longer_than(np.zeros(5000)), longer_than(np.eye(1, 5000, 2500)[0])),
+        (longer_than(np.zeros(2)), longer_than(np.zeros(2, np.float32))),
+        (longer_than(re.compile("a" * 300 + "b")), longer_than(re.compile("a" * 300 + "c"))),
     ]
     assert all(text(a) == text(b) for a, b in same)
     assert all(text(a) != text(b) for a, b in other)
+
+
+def test_a_set_says_the_same_in_each_process():
+    code = (
+        "from jaxrl_async.run.checkpoint.inputs_digest import code_of\n"
+        "K = {'a', 'b', 'c', ('d', 1)}\n"
+        "def f(completion): return completion in K or completion in {'x', 'y', 'z'}\n"
+        "print(list(code_of(f)))"
+    )
+    one, two = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    )
+    assert one == two and "'set [" in one and "'frozenset [" in one
 
 
 def test_the_digests_follow_rewards_files_and_held_out_records(tmp_path):
@@ -85,6 +159,12 @@ def test_the_digests_follow_rewards_files_and_held_out_records(tmp_path):
     assert inputs_digest(graded, NO_TASK, held_out)[REWARD] != before[REWARD]
     changed = inputs_digest(own, NO_TASK, (prompt("1"), prompt("3")))
     assert changed[HELD_OUT] != before[HELD_OUT]
+    light, heavy = (
+        Config.model_validate({"reward": {"function": ["gsm8k", {"math": {"weight": w}}]}})
+        for w in (0.1, 0.9)
+    )
+    light, heavy = (inputs_digest(config, NO_TASK, held_out) for config in (light, heavy))
+    assert light[REWARD] != heavy[REWARD]
     tasks = [Task(reward=longer_than(n)) for n in (1, 2)]
     one, two = (inputs_digest(Config(), task, held_out) for task in tasks)
     assert one[REWARD] != two[REWARD] and one[HELD_OUT] == two[HELD_OUT] == before[HELD_OUT]
