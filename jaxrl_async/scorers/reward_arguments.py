@@ -45,6 +45,11 @@ PLACES: Mapping[str, int | None] = {
     **dict.fromkeys(("responses", "solution_strs", "outputs", "queries", "data_source"), None),
 }
 """Other usual names of parameters, and the place in IN_ORDER that each fits; None: no place."""
+NOT_PASSED: Mapping[str, str] = {
+    "log_extra": "`log_metric` reports numbers; the run's samples show prompts and answers",
+    "environments": "`episode` and `messages` say what happened in an environment",
+}
+"""Values of TRL's that are not passed, and what there is instead."""
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -111,6 +116,11 @@ class RewardArguments:
         own = (*own, *(OF_VERL if self.of_verl else ()))
         known = {*own, *(OF_THE_GROUP if self.whole_group else OF_ONE), *columns}
         for name in sorted(self.needed - known):
+            if name in NOT_PASSED:
+                raise ConfigError(
+                    f"{where} asks for {name!r}, which TRL passes and this library does not. Give "
+                    f"the parameter a default, such as None ({NOT_PASSED[name]})."
+                )
             near = get_close_matches(name, known, n=1)
             raise ConfigError(
                 f"{where} asks for {name!r}, and no record has a column of that name "

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -357,20 +358,27 @@ def module_of_version_0(name: str) -> str | None:
         files = importlib.metadata.files(plain) or []
         modules += sorted({file.parts[0].removesuffix(".py") for file in files})
     for module in dict.fromkeys(modules):
-        if module.isidentifier() and _defines(module, "def load_environment("):
+        if module.isidentifier() and _defines(module, OF_VERSION_0):
             return module
     return None
 
 
-def _defines(module: str, code: str) -> bool:
-    """Return whether a file of a module has this line's beginning."""
+OF_VERSION_0 = re.compile(
+    r"^(?:[ \t]*(?:async )?def load_environment\(|load_environment\s*(?::[^=\n]+)?=(?!=))",
+    re.MULTILINE,
+)
+"""Defines load_environment: a function, or an assignment, such as of a partial."""
+
+
+def _defines(module: str, code: re.Pattern[str]) -> bool:
+    """Return whether a file of a module has such a line."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None or not found.origin.endswith(".py"):
             return False
         file = Path(found.origin)
         files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
-        return any(code in one.read_text("utf-8", "replace") for one in files)
+        return any(code.search(one.read_text("utf-8", "replace")) for one in files)
     return False
 
 

@@ -265,6 +265,23 @@ def test_the_step_and_trls_trainer_state():
     assert asyncio.run(scorer((answer("a"),), record()))[0].reward == 10.25
 
 
+def test_what_trl_passes_and_is_not_passed_here_is_said():
+    def scored(completions, log_extra, log_metric, **kwargs):
+        return [1.0] * len(completions)
+
+    def optional(completions, log_extra=None, environments=None, **kwargs):
+        assert log_extra is None and environments is None
+        return [1.0] * len(completions)
+
+    with pytest.raises(ConfigError, match=r"'log_extra', which TRL passes .* Give .* a default"):
+        rewards(scored, record(), "a")
+    with pytest.raises(ConfigError, match="'environments', which TRL passes"):
+        rewards(lambda completions, environments: completions, record(), "a")
+    assert rewards(optional, record(), "a") == [1]
+    column = lambda completion, environments: len(environments)  # noqa: E731
+    assert rewards(column, record(environments=["e"]), "a") == [1]
+
+
 def test_log_metric_reports_a_mean_that_is_no_reward():
     def logs(completions, answer, log_metric=None, log_extra=None, **kwargs):
         if log_extra:

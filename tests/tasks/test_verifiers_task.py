@@ -256,8 +256,18 @@ def test_a_harness_that_needs_a_container_is_refused_at_the_start(monkeypatch):
 
 @pytest.mark.parametrize("name", ["old_game", "old-game", "somebody/old-game@0.1.2"])
 @pytest.mark.parametrize("layout", ["file", "package"])
-def test_an_environment_of_version_0_is_refused_in_a_sentence(tmp_path, monkeypatch, name, layout):
-    code = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    return vf.State()\n"
+@pytest.mark.parametrize(
+    "defined",
+    [
+        "def load_environment(**kwargs):\n    return vf.State()\n",
+        "def made(**kwargs):\n    return vf.State()\n\nload_environment = made\n",
+        "load_environment: object = vf.State\n",
+    ],
+)
+def test_an_environment_of_version_0_is_refused_in_a_sentence(
+    tmp_path, monkeypatch, name, layout, defined
+):
+    code = f"import verifiers as vf\n\n{defined}"
     if layout == "file":
         (tmp_path / "old_game.py").write_text(code)
     else:
