@@ -5,7 +5,8 @@ r"""Decide where in a text its final answer is. Needs no JAX.
 The answer comes after the last </think>. A text whose thinking never ends, or whose last \boxed{}
 is open, was cut off and has no answer. Otherwise the answer is the content of the last \boxed{},
 else what follows the last '####', else what the last sentence "the answer is" says, else the end
-of the text.
+of the text. A sentence that says no value, or that begins the working ("Answer: Let x = 3."), is
+the answer only if no number follows it.
 """
 
 import re
@@ -43,18 +44,38 @@ BARE_BOX = re.compile(r"\\[A-Za-z]+(?:\{[^{}\n]*\})*|[-+]?[\w.,/^]*\w", re.ASCII
 r"""What \boxed holds without braces."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DISPLAY = re.compile(r"(\$\$|\\\[|\\\])")
+GAP = r"[^:=：\n,.;!?，。；！？\d]"
 SAID = re.compile(
-    r"(?:\b(?:answers?|respuesta|réponse|resposta|risposta|antwort)\b|ответ|答案|答え|答|정답|คำตอบ)"
-    r"[^:=：\n]{0,40}?"
-    r"(?:\b(?:is|are|es|est|é|è|ist)\b|[:=：]|是|为|為|は|은|는|คือ)[ \t]*[:：]?",
-    re.IGNORECASE,
+    rf"""(?: (?<!\bto[ ]) (?<!\bof[ ]) (?<!wrong[ ]) \banswers?\b
+        (?: [ ]* \([^()\n]*\) | [ ] (?: to | of | for | in | from | with | here | then | thus
+            | therefore | hence | we | I | you | that ) \b {GAP}{{0,40}}? )?
+        | (?: \b (?: respuesta | réponse | resposta | risposta | antwort ) \b | ответ | 答案 | 答え
+            | (?<![가-힣]) (?: 최종 | 정 | 최종[ ]?정 )? 답 | คำตอบ ) {GAP}{{0,40}}?
+        | (?<!\w) 答 )
+    (?: [ ]* (?: \b (?: is | are | es | est | é | è | ist | lautet ) \b
+            | 是 | 为 | 為 | は | 은 | 는 | คือ ) [ \t]* [:：]?
+            (?! \s* (?: not\b | (?: found | given | shown | (?!indeed) \w+ed ) \s
+                (?: by | to | in | as | from | when | if | with | using ) \b
+                | the \s (?: sum | product | difference | quotient | number ) \s of \b ) )
+        | (?P<weak> [ ]? [:=：] ) )
+    [ \t]*""",
+    re.IGNORECASE | re.VERBOSE,
 )
-"""What leads in an answer: "The answer is", "Answer:", 答案是."""
+"""What leads in an answer: "The answer is", "Answer:", 答案是; `weak`: working may follow it."""
 SAID_LOOKED_AT = 16
 """Such sentences that are looked at, from the last."""
-SENTENCE_END = re.compile(r"(?<![\s.])(?<!approx)(?<!\bca)[.!?](?=\s)|[。！？]")
+SENTENCE_END = re.compile(
+    r"(?<![\s.])(?<!approx)(?<!\bca)(?<!\bi\.e)(?<!\be\.g)[.!?](?=\s)|[。！？]"
+)
+CLAUSE_END = re.compile(r",\s|，")
+CHOICE = re.compile(r"\W*[A-J]\W*")
+"""One of several choices: (B)."""
+HEADING = re.compile(
+    r"\W*(?:(?:step|part|case|phase)\b|\d+[.):]\s+[A-Za-z]|.*:\W*$)", re.IGNORECASE
+)
+"""A heading of Markdown that begins with '####', too, and has a number in it: Step 2."""
 WORD = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|[{OTHERS}]{{2,}}")
-VALUE = re.compile(r"[0-9\\$=]")
+VALUE = re.compile(r"[\d\\$=]")
 MAX_ANSWER = 1000
 """Characters of a line that may be an answer."""
 
@@ -98,11 +119,15 @@ def find_answer(text: str) -> Answer | None:
     if box is not None:
         held = _held(text[box.end() :])
         return None if held is None else Answer(held, "box")
-    mark = text.rfind("####")
-    said = _said(text, max(mark, 0))
+    before, mark, behind = text.rpartition("####")
+    first = behind.strip().partition("\n")[0]
+    is_heading = HEADING.match(first) is not None
+    if mark and VALUE.search(first) and not is_heading:
+        return Answer(behind, "####")
+    said = _said(text, len(before))
     if said is not None:
         return Answer(said, "said")
-    return Answer(text, "end") if mark < 0 else Answer(text[mark + len("####") :], "####")
+    return Answer(behind, "####") if mark and not is_heading else Answer(text, "end")
 
 
 def after_thinking(text: str) -> str | None:
@@ -149,10 +174,15 @@ def _held(after: str) -> str | None:
 def _said(text: str, start: int) -> str | None:
     """Return what the last sentence "the answer is", from start on, says; None: none does."""
     for lead_in in islice(reversed(list(SAID.finditer(text, start))), SAID_LOOKED_AT):
-        rest = _on_lines(text[lead_in.end() :][:MAX_ANSWER]).lstrip().partition("\n")[0]
+        after = text[lead_in.end() :].lstrip()
+        rest = _on_lines(after[:MAX_ANSWER]).partition("\n")[0]
         end = SENTENCE_END.search(rest)
         said = rest[: end.start()] if end else rest
-        if said.strip() and _may_answer(said):
+        is_sure = bool(VALUE.search(CLAUSE_END.split(said)[0]) or CHOICE.fullmatch(said))
+        is_working = "=" in said or len(WORD.findall(said)) > 2 or WORD.search(VALUE.split(said)[0])
+        is_sure = is_sure and not (lead_in["weak"] and is_working)
+        is_last = not re.search(r"\d", after[len(said) :])
+        if said.strip() and (is_sure or (is_last and _may_answer(said))):
             return said.strip().rstrip(". 。")
     return None
 
