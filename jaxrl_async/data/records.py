@@ -459,7 +459,7 @@ def field_text(value: Any) -> str | None:
 
 def digits_of(value: float) -> str:
     """Return a finite float's digits: 5 for 5.0, 0.00001 for 1e-05."""
-    digits = f"{decimal.Decimal(repr(float(value))):f}"
+    digits = f"{decimal.Decimal(repr(float(value) or 0.0)):f}"
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 

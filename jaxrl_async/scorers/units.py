@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxrl_async.scorers.answers import MAX_ANSWER, OTHERS, TEXT
-from jaxrl_async.scorers.written_numbers import plain_signs
+from jaxrl_async.scorers.written_numbers import CURRENCIES, DOLLARS, plain_signs
 
 NAMES = """
 mm millimeter millimetre 毫米 | cm centimeter centimetre 厘米 센티미터 | m meter metre 米 미터 метр
@@ -21,7 +21,8 @@ kW kilowatt | MW megawatt | kWh | V volt | mV | kV | A amp ampere | mA | Ω ohm 
 K kelvin | °C celsius | °F fahrenheit | ° deg degree | rad radian | mol mole | eV | cal calorie
 kcal kilocalorie | usd dollar $ 美元 달러 | cent ¢ | eur euro € 欧元 | gbp £ | yen 円
 yuan rmb 元 块 | won ₩ 원 | rupee ₹ | ruble rouble ₽ | baht ฿ | % pct percent | bit | byte
-kb kB | mb MB | gb GB | tb TB
+kb kB | mb MB | gb GB | tb TB | am AM | pm PM | acre | hectare ha | quart qt | pint pt | cup
+tsp teaspoon | tbsp tablespoon | decade | century centuries | knot
 """
 """Units, each followed by its other names; a plural ends in s."""
 UNITS: Mapping[str, str] = {
@@ -29,17 +30,17 @@ UNITS: Mapping[str, str] = {
     for line in NAMES.strip().splitlines()
     for group in line.split(" | ")
     for name in group.split()
-}
+} | {sign: country for country, sign in DOLLARS.items()}
 SPEEDS = {"mph": {"mi": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 MARK = "\x1f"
 """Stands where LaTeX's text begins."""
-SIGN = "[$€£₹₩₽฿]"
+SIGN = f"[{CURRENCIES}]"
 QUANTITY = re.compile(
     rf"(?P<whole>{MARK}|(?<![\w.,^/*+-])(?P<money>-?{SIGN})?[ ]?-?[0-9][0-9.,]*(?:/[0-9]+)?"
     r"(?:[ ]*(?:\\times|\\cdot|×|x|\*)[ ]*10\^-?[0-9]+)?)|(?<![\w^])(?<!\^-)[0-9]"
 )
 """A number with its sign of money, or LaTeX's text; not `whole`: a number within a formula."""
-WORD = rf"°[CF]?|[%Ω¢€£$₹₩₽฿]|[A-Za-zμ]+|[{OTHERS}]+"
+WORD = rf"°[CF]?|[%Ω¢{CURRENCIES}]|[A-Za-zμ]+|[{OTHERS}]+"
 FACTOR = re.compile(
     rf"[ ]*(?P<by>/|\bper\b|·|\*|\\cdot)?[ ]*(?P<power>square|sq\.?|cubic)?[ ]*(?P<word>{WORD})"
     r"(?:\^?(?P<exponent>-?[0-9])(?![0-9])|(?P<square>²|[ ]squared)|(?P<cube>³|[ ]cubed))?"

@@ -8,9 +8,11 @@ import re
 import unicodedata
 from decimal import Decimal
 
-from jaxrl_async.scorers.answers import OTHERS, TEXT, Answer
+from jaxrl_async.scorers.answers import OTHERS, TEXT, WORD, Answer
 
-CURRENCIES = "$€£¥₹₩₽฿"
+DOLLARS = {"CA": "\ue001", "AU": "\ue002", "NZ": "\ue003", "HK": "\ue004"}
+"""Countries before their dollars, and what stands for these dollars here: CA$18."""
+CURRENCIES = "$€£¥₹₩₽฿" + "".join(DOLLARS.values())
 NUMBER = re.compile(
     rf"(?P<sign>-)?[{CURRENCIES}]?(?P<after>-)?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?"
@@ -25,15 +27,40 @@ SIGNS = {"٫": ".", "٬": ",", "⁄": "/", "∕": "/", "\u3000": " ", "，": "�
     "−–—‒", "-"
 )
 """Signs of other scripts, as ASCII's; a full-width comma separates clauses and stays."""
-COUNTRY = re.compile(r"\b(?:US|CA|AU|NZ|HK)(?=\\?\$\s?[0-9])")
-"""A country before its dollars: US$18."""
+COUNTRY = re.compile(r"\b(US|CA|AU|NZ|HK)\\?\$(?=\s?-?[0-9])")
+MINUS = re.compile(
+    r"(?:\bnegative|(?:^|(?<=[=:(\n])|(?<=[=:(\n] )|(?<=\bis )|(?<=\bbe )|(?<=\bget )"
+    r"|(?<=\bgives )|(?<=\bequals ))minus)\s+(?=\\?\$?[0-9])",
+    re.IGNORECASE,
+)
+"""A sign as a word; `7 minus 3` is no number."""
 GROUPS = re.compile(
     r"(?<![0-9.,])[0-9]{1,3}"
     r"(?:(?:\\[,;:! ]|\{,\}|,\\!|\\thinspace |[~'’\u00a0\u2005-\u2009\u202f])[0-9]{3})+(?![0-9])"
 )
 """Thousands as LaTeX and printers set them apart."""
 LETTER, ALPHA = rf"[^\W_{OTHERS}]", rf"[^\W\d_{OTHERS}]"
-OR = r"(?: \bor\b | 或 | または | 또는 | или | หรือ )"
+OR = r"(?: \bor\b | 或者? | または | 또는 | или | หรือ )"
+JOINS = r"""and | & | vs\.? | versus | bis | oder | und | ou | et | e | o | u | y
+    | plus | minus | times | over | mod | choose | (?: divided | multiplied ) \s by
+    | to | in | out \s of | of \s the
+    | 和 | 与 | 與 | 及 | 到 | 至 | から | と | 에서 | 와 | 과 | и | до | ถึง | และ"""
+"""Words between the numbers of a list, a range, a share or a sum."""
+ROUNDED = re.compile(r"\bround\w*\s+(?:\w+\s+)?\$?[0-9][0-9.,]*\s+(?:\w+\s+)?to\s+$", re.IGNORECASE)
+"""What precedes a rounded number, which is no range."""
+KINDS = (
+    "d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?|weeks?|months?|yrs?|years?",
+    "mi|miles?|yds?|yards?|ft|feet|foot|in|inch(?:es)?|k?m|cm|(?:kilo|centi)?met(?:er|re)s?",
+    "dollars?|euros?|pounds?|cents?|pence",
+    "lbs?|pounds?|oz|ounces?|kg|g|(?:kilo)?grams?",
+)
+PARTS = re.compile(
+    "|".join(rf"[0-9] *(?:{kind}) *,? +(?:and +)?[0-9][0-9.,]* *(?:{kind})\b" for kind in KINDS),
+    re.IGNORECASE,
+)
+"""One quantity in two units: 5 hours and 30 minutes."""
+LISTED = re.compile(r"[0-9$%}]\s*(?:[,;|&，；、]|\\(?:mid|q?quad|\\))\s*(?:[A-Za-z]\s*=\s*)?$")
+"""What precedes the last number of a list that is an answer."""
 UNIT = rf"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b
     | kwh? | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months?
     | years? | usd | eur | gbp | cents? | dollars? | euros? | percent )
@@ -53,8 +80,17 @@ LARGER_BEFORE = re.compile(
         | (?: {ALPHA} | _ ) [({{\[] [ ]* | [}}\])^_] [({{\[]            # sqrt(2), \frac{{1}}{{2}}
         | [({{\[] [^(){{}}\[\]]* , \s*                     # (1, 2
         | 分之 | 分の | 분의 | [0-9] [ ]                    # 5/18, 10 000
-        | [0-9] \s* {OR} \s* (?: [A-Za-z] \s* = \s* )?     # 5 or 7, x = 5 or x = 7
-        | \b (?: not | isn't | never ) \s+
+        | [0-9] \s* [,，]? \s* \(? (?:and/)? {OR} (?: \s* maybe )? \s* (?: [A-Za-z] \s* = \s* )?
+                                                           # 5 or 7, x = 5 or x = 7
+        | [0-9%] \s* (?: {JOINS} ) \s* (?: [A-Za-z] \s* = \s* )?      # 5 to 7, x = 5 and x = 7
+        | (?<! [/0-9.,] ) [0-9][0-9.,]* \s* \( \s*         # 8 (7 if rounded), not 3/4 (0.75)
+        | [0-9] ['′] [ ]?                                  # 5'6"
+        | \b (?: sqrt | root | log | ln | sin | cos | tan | half | twice | double | triple )
+            (?: \s+ of )? \s+
+        | (?: \b (?: not | never | cannot | isn't | can't | won't | instead \s of | rather \s than
+            | no \s longer | other \s than | anything \s but | nothing \s like ) | \b не ) \s+
+            (?: (?: be | quite | equal (?: \s to )? ) \s+ )?
+        | 不 (?: 是 | 等于 | 为 | 会是 )? \s*
         )$""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -66,7 +102,8 @@ LARGER_AFTER = re.compile(
         | [ ]* \\ (?: times | cdot | div | pm | sqrt | [dt]?frac | pi )
         | [ ]* (?: [*^×÷/+-] (?: [ ]* [0-9(\\] | [ ]* {ALPHA}(?!{LETTER}) ) | [ ]: [ ]* [0-9] )
         | \s* , [^(){{}}\[\]]* [)\]}}]                     # 1, 2)
-        | [ ]* (?: hundred | thousand | million | billion | trillion | dozen )
+        | [ ]* (?: hundred | thousand | million | billion | trillion | dozen | lakh | crore
+            | squared | cubed | halves | thirds | quarters | tenths | (?: bn | tens ) \b )
         | [ ]* (?: [百万萬亿億兆半백천만억조] | 千(?![克米瓦]) | 分之 | 分の | 분의
             | тыс | миллион | миллиард | млн | млрд | ร้อย | พัน | หมื่น | แสน | ล้าน )
         )""",
@@ -91,7 +128,12 @@ def number_of(answer: Answer | None) -> Decimal | None:
     text = ESCAPED_DOLLAR.sub("", plain_signs(answer.text))
     text = WRAPPED.sub("{", TEXT.sub(r"\1", text))
     numbers = list(NUMBER.finditer(text))
-    return _alone(text, numbers[0 if answer.mark == "####" else -1]) if numbers else None
+    if not numbers:
+        return None
+    number = numbers[0 if answer.mark == "####" else -1]
+    line = text[text.rfind("\n", 0, number.start()) + 1 : number.start()][-NEIGHBOURS:]
+    is_list = answer.mark in ("box", "said") or not WORD.search(line)
+    return None if is_list and LISTED.search(line) else _alone(text, number)
 
 
 def written(number: Decimal) -> str:
@@ -103,7 +145,8 @@ def plain_signs(text: str) -> str:
     """Return the text with the digits, signs and thousands of all scripts as ASCII's."""
     text = re.sub(r"[^\x00-\x7f]+", lambda found: "".join(map(_plain, found[0])), text)
     text = GROUPS.sub(lambda found: re.sub(r"[^0-9]+", "", found[0]), text)
-    return COUNTRY.sub("", text)
+    text = COUNTRY.sub(lambda found: DOLLARS.get(found[1], "\\$"), text)
+    return MINUS.sub("-", text)
 
 
 def plain_float(text: str) -> str:
@@ -132,8 +175,14 @@ def _plain(character: str) -> str:
 def _alone(text: str, match: re.Match[str]) -> Decimal | None:
     """Return the number that was matched; None if it is part of something larger."""
     start, end = match.span()
-    before = text[max(0, start - NEIGHBOURS) : start]
-    if LARGER_BEFORE.search(before) or LARGER_AFTER.match(text[end : end + NEIGHBOURS]):
+    before = ROUNDED.sub(" ", text[max(0, start - NEIGHBOURS) : start])
+    after = text[end : end + NEIGHBOURS]
+    if LARGER_BEFORE.search(before) or LARGER_AFTER.match(after):
+        return None
+    if any(
+        part.start() < len(before) < part.end()
+        for part in PARTS.finditer(before + text[start : end + NEIGHBOURS])
+    ):
         return None
     negative = match["sign"] or match["after"] or re.search(r"[=:]\s*-\s+$", before)
     digits = (match["digits"] or "0").replace(",", "")
