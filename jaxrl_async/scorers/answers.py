@@ -47,8 +47,8 @@ DISPLAY = re.compile(r"(\$\$|\\\[|\\\])")
 GAP = r"[^:=：\n,.;!?，。；！？\d]"
 SAID = re.compile(
     rf"""(?: (?<!\bto[ ]) (?<!\bof[ ]) (?<!wrong[ ]) \banswers?\b
-        (?: [ ]* \([^()\n]*\) | [ ] (?: to | of | for | in | from | with | here | then | thus
-            | therefore | hence | we | I | you | that ) \b {GAP}{{0,40}}? )?
+        (?: [ ]* \([^()\n]*\) | (?P<clause> [ ] (?: to | of | for | in | from | with | here | then
+            | thus | therefore | hence | we | I | you | that ) \b {GAP}{{0,40}}? ) )?
         | (?: \b (?: respuesta | réponse | resposta | risposta | antwort ) \b | ответ | 答案 | 答え
             | (?<![가-힣]) (?: 최종 | 정 | 최종[ ]?정 )? 답 | คำตอบ ) {GAP}{{0,40}}?
         | (?<!\w) 答 )
@@ -57,7 +57,7 @@ SAID = re.compile(
             (?! \s* (?: not\b | (?: found | given | shown | (?!indeed) \w+ed ) \s
                 (?: by | to | in | as | from | when | if | with | using ) \b
                 | the \s (?: sum | product | difference | quotient | number ) \s of \b ) )
-        | (?P<weak> [ ]? [:=：] ) )
+        | (?P<weak> (?(clause)(?!)) [ ]? [:=：] ) )
     [ \t]*""",
     re.IGNORECASE | re.VERBOSE,
 )

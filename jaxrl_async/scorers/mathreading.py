@@ -19,9 +19,11 @@ from jaxrl_async.scorers.written_numbers import (
     CURRENCIES,
     ESCAPED_DOLLAR,
     NUMBER,
+    PARTS,
     number_of,
     plain_float,
     plain_signs,
+    without_powers,
     written,
 )
 
@@ -44,8 +46,14 @@ SEVERAL = re.compile(r",|\b(?:and|or)\b")
 EQUALS = re.compile(r"(?<![!<>=])=")
 ASIDE = re.compile(r"\([^()]*\)")
 OTHER_MONEY = re.compile(rf"[{CURRENCIES[1:]}](?=\s?-?[0-9])|(?<=[0-9])\s?[{CURRENCIES[1:]}]")
+MIXED = re.compile(r"(?<![\w.,/^*+)}-])(-?[0-9]+) ([0-9]+)/([0-9]+)(?![\w/^*])")
+"""A mixed number: 3 1/2."""
+FUNCTION = re.compile(r"(?<![\\A-Za-z])(sqrt|log|ln|sin|cos|tan) (?=[0-9])")
+ITEM = r"-?[$]?(?:[0-9][0-9./]*|\\[dt]?frac\s*\{[0-9]+\}\s*\{[0-9]+\})"
+LIST = re.compile(rf"(?:^|(?<=[:=])|(?<=\bis)|(?<=\bare))\s*({ITEM}(?:, ?{ITEM})*),? and ({ITEM})$")
+"""Several numbers: 1, 2, and 3."""
 FRACTION = re.compile(
-    r"(?:^|(?<=[\s=:]))-?(?:[0-9]+/[0-9]+|\\[dt]?frac\s*\{[0-9]+\}\s*\{[0-9]+\})"
+    r"(?:^|(?<=[\s=:]))-?(?:[0-9]+/[0-9]+|[0-9]*\\[dt]?frac\s*\{[0-9]+\}\s*\{[0-9]+\})"
     r"(?=[.,]?(?:\s|$))(?!\s*[-+*/^=<>])"
 )
 ROUNDED = 5e-6
@@ -82,7 +90,7 @@ def reference_read(reference: str) -> tuple[list[Any], str]:
     found = find_answer(text)
     marked = found is not None and found.mark in ("box", "####")
     asked = plain_money(found.line if found is not None and marked else text.strip(), "\\$")
-    bare = without_money(asked)
+    bare = _plain_line(asked)
     if FORMULA.search(bare):
         return parsed(bare), asked
     return _read(bare), asked
@@ -90,7 +98,7 @@ def reference_read(reference: str) -> tuple[list[Any], str]:
 
 def expressions_of(answer: Answer) -> list[Any]:
     """Return what an answer may mean; empty: it cannot be read."""
-    line = without_money(plain_money(answer.line, "\\$"))
+    line = _plain_line(plain_money(answer.line, "\\$"))
     if answer.mark == "box":
         return _read(line)
     formulas = list(FORMULA.finditer(line))
@@ -100,6 +108,9 @@ def expressions_of(answer: Answer) -> list[Any]:
             return parsed(line[: formulas[-1].end()])
         line = after
     line = line.rstrip(". ")
+    several = LIST.search(line)
+    if several:
+        return parsed(boxed(f"{several[1]}, {several[2]}"))
     if not SEVERAL.search(line):
         line = EQUALS.split(line)[-1].strip()
     if not WORD.search(line):
@@ -108,7 +119,7 @@ def expressions_of(answer: Answer) -> list[Any]:
     if number is not None:
         return parsed(boxed(written(number)))
     fractions = FRACTION.findall(line)
-    if len(fractions) == 1 and len(list(NUMBER.finditer(line))) == 2:
+    if len(fractions) == 1 and len(NUMBER.findall(line)) == len(NUMBER.findall(fractions[0])):
         return parsed(boxed(fractions[0].strip()))
     others: list[Any] = parse(line, PLAIN, parsing_timeout=None)
     return [] if others and getattr(others[0], "is_Number", False) else others
@@ -116,10 +127,19 @@ def expressions_of(answer: Answer) -> list[Any]:
 
 def _read(text: str) -> list[Any]:
     """Return what a text may mean that is an expression, or a number with words around it."""
+    if PARTS.search(TEXT.sub(r" \1 ", text)):
+        return []
     if SPACED.fullmatch(text.strip()):
         is_one = THOUSANDS.fullmatch(text.strip())
         return parsed(boxed(text.replace(" ", ""))) if is_one else []
-    return _one_number(text) or parsed(boxed(text))
+    bare = without_powers(text)
+    number = _one_number(bare)
+    return number if number and bare == text else [*number, *parsed(boxed(text))]
+
+
+def _plain_line(text: str) -> str:
+    """Return a line without money, with mixed numbers and functions as LaTeX."""
+    return FUNCTION.sub(r"\\\1 ", MIXED.sub(r"\1\\frac{\2}{\3}", without_money(text)))
 
 
 def _one_number(text: str) -> list[Any]:

@@ -32,6 +32,7 @@ UNITS: Mapping[str, str] = {
     for name in group.split()
 } | {sign: country for country, sign in DOLLARS.items()}
 SPEEDS = {"mph": {"mi": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
+MONEY = frozenset({"usd", "eur", "gbp", "yen", "yuan", "won", "rupee", "ruble", "baht", *DOLLARS})
 MARK = "\x1f"
 """Stands where LaTeX's text begins."""
 SIGN = f"[{CURRENCIES}]"
@@ -45,6 +46,22 @@ FACTOR = re.compile(
     rf"[ ]*(?P<by>/|\bper\b|·|\*|\\cdot)?[ ]*(?P<power>square|sq\.?|cubic)?[ ]*(?P<word>{WORD})"
     r"(?:\^?(?P<exponent>-?[0-9])(?![0-9])|(?P<square>²|[ ]squared)|(?P<cube>³|[ ]cubed))?"
 )
+RATE = re.compile(r"^[ ]*(?:/|(?:per|an?)\b)")
+"""What leads in what money is paid for: $42 an hour."""
+SYMBOL = re.compile(r"[ ]+(?!in\b)[A-Za-zμΩ]{1,2}(?=[ ]*(?:$|[.,;)]|\^|[·/*]))")
+"""A unit's sign behind another one: N m."""
+DEGREES = re.compile(
+    rf"(?:°|\bdeg(?:ree)?s?\b\.?)[ {MARK}~\\]*([CF])(?:elsius|ahrenheit)?(?![A-Za-z])",
+    re.IGNORECASE,
+)
+"""Degrees of temperature, in signs and words."""
+SHORT = {
+    r"kilowatt[ -]hours?": "kWh",
+    r"\bper ?cent\b": "%",
+    r"\bnewton[ -]met": "N·met",
+    r"\b([ap])\.m\b\.?": r"\1m",
+}
+"""Names of several words, or with full stops in them."""
 SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|[\u00a0\u2005-\u2009\u202f]")
 
 
@@ -58,30 +75,43 @@ def unit_of(text: str) -> Counter[str]:
     text = TEXT.sub(rf"{MARK}\1", text.replace("\\left", "").replace("\\right", ""))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\(?:circ|degree)\b", "°", text)
     text = re.sub(r"[{}]", "", text.replace("µ", "μ"))
+    text = DEGREES.sub(lambda found: "°" + found[1].upper(), text)
+    for name, short in SHORT.items():
+        text = re.sub(name, short, text, flags=re.IGNORECASE)
     quantity = next(reversed(list(QUANTITY.finditer(text))), None)
     if quantity is None or quantity["whole"] is None:
         return Counter()
     if quantity["money"]:
-        return Counter({UNITS[quantity["money"][-1]]: 1})
-    return _units_at(text, quantity.end())
+        found, behind = Counter({UNITS[quantity["money"][-1]]: 1}), text[quantity.end() :]
+        return _units_at(RATE.sub("/", behind), 0, found) if RATE.match(behind) else found
+    return _units_at(text, quantity.end(), Counter())
 
 
 def differ(text: str, other: str) -> bool:
-    """Return whether two answers end in units, and these differ."""
+    """Return whether two answers end in units, and these differ.
+
+    Money may leave out what it is paid for ($42 for $42 per hour), a degree its scale.
+    """
     ours, theirs = unit_of(text), unit_of(other)
-    return bool(ours) and bool(theirs) and ours != theirs
+    if not ours or not theirs or ours == theirs:
+        return False
+    few, many = sorted((set(ours.items()), set(theirs.items())), key=len)
+    if few == {("°", 1)}:
+        return not {unit for unit, _ in many} <= {"°C", "°F"}
+    return not (few < many and few <= {(unit, 1) for unit in MONEY})
 
 
-def _units_at(text: str, start: int) -> Counter[str]:
-    """Return the exponents of the units from `start` on, one after another."""
-    found: Counter[str] = Counter()
+def _units_at(text: str, start: int, found: Counter[str]) -> Counter[str]:
+    """Add the exponents of the units from `start` on, one after another, to those found."""
     while factor := FACTOR.match(text, start):
         unit = _named(factor["word"])
         exponent = int(
             factor["exponent"] or (2 if factor["square"] else 3 if factor["cube"] else 1)
         )
         exponent *= {"s": 2, "c": 3}.get((factor["power"] or "-")[0], 1)
-        joined = factor["by"] or factor["exponent"]  # two words side by side may be prose
+        joined = (  # two words side by side may be prose
+            factor["by"] or factor["exponent"] or SYMBOL.match(text, factor.start())
+        )
         if unit is None or (found and not joined):
             break
         exponent = -exponent if factor["by"] in ("/", "per") else exponent

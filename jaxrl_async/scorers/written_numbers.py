@@ -59,13 +59,19 @@ PARTS = re.compile(
     re.IGNORECASE,
 )
 """One quantity in two units: 5 hours and 30 minutes."""
-LISTED = re.compile(r"[0-9$%}]\s*(?:[,;|&，；、]|\\(?:mid|q?quad|\\))\s*(?:[A-Za-z]\s*=\s*)?$")
+LISTED = re.compile(r"[0-9$%}]\s*(?:[,;|&，；、]|\\(?:mid|q?quad|\\))\s*(?:\$?[A-Za-z]\s*=\s*)?$")
 """What precedes the last number of a list that is an answer."""
 UNIT = rf"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b
     | kwh? | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months?
     | years? | usd | eur | gbp | cents? | dollars? | euros? | percent )
     (?! {LETTER} | [_({{\[^] )"""
 """A unit that may follow its number without a space; one letter may be a variable."""
+POWER = re.compile(
+    r"(?:(?<=[0-9$/*~{ ])|(?<=·)|(?<=\\[,;:!]))"
+    r"((?:[kcdmn]?m|in|ft|yds?|mi|units?|s|sec|hr?|inches|feet|met(?:er|re)s?)[ ]?\}?)"
+    r"[ ]?(?:\^[ ]?(?:\{[ ]?-?[0-9][ ]?\}|-?[0-9](?![0-9]))|[²³])"
+)
+"""A unit with its exponent: cm^2; one letter right behind a number may be a variable: 5m^2."""
 LARGER_BEFORE = re.compile(
     rf"""(?: {LETTER} | _ | [.,^√±<>≤≥≠\\/*×÷] | !=         # glued: x2, 1.2, 1,2, 2^3, >5
         | [0-9] [，、]                                        # 1，2
@@ -125,7 +131,7 @@ def number_of(answer: Answer | None) -> Decimal | None:
     """
     if answer is None:
         return None
-    text = ESCAPED_DOLLAR.sub("", plain_signs(answer.text))
+    text = without_powers(ESCAPED_DOLLAR.sub("", plain_signs(answer.text)))
     text = WRAPPED.sub("{", TEXT.sub(r"\1", text))
     numbers = list(NUMBER.finditer(text))
     if not numbers:
@@ -134,6 +140,11 @@ def number_of(answer: Answer | None) -> Decimal | None:
     line = text[text.rfind("\n", 0, number.start()) + 1 : number.start()][-NEIGHBOURS:]
     is_list = answer.mark in ("box", "said") or not WORD.search(line)
     return None if is_list and LISTED.search(line) else _alone(text, number)
+
+
+def without_powers(text: str) -> str:
+    """Return the text without the exponents of units: 5 cm for 5 cm^2."""
+    return POWER.sub(_unit_alone, text)
 
 
 def written(number: Decimal) -> str:
@@ -161,6 +172,11 @@ def plain_float(text: str) -> str:
         return text
     written = f"{Decimal(whole):f}"
     return written.rstrip("0").rstrip(".") if "." in written else written
+
+
+def _unit_alone(found: re.Match[str]) -> str:
+    is_variable = len(found[1]) == 1 and found.string[found.start() - 1].isdigit()
+    return found[0] if is_variable else found[1]
 
 
 def _plain(character: str) -> str:

@@ -224,7 +224,14 @@ def test_a_pair_may_have_a_label_of_its_own(tmp_path, label):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(5.0, "5"), (-5.0, "-5"), (-0.0, "0"), (1e16, "10000000000000000"), (1e-5, "0.00001"), (2.5, "2.5")],
+    [
+        (5.0, "5"),
+        (-5.0, "-5"),
+        (-0.0, "0"),
+        (1e16, "10000000000000000"),
+        (1e-5, "0.00001"),
+        (2.5, "2.5"),
+    ],
 )
 def test_a_float_is_the_number_that_people_write(tmp_path, value, text):
     assert digits_of(value) == text
