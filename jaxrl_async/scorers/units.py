@@ -60,6 +60,7 @@ SHORT = {
     r"\bper ?cent\b": "%",
     r"\bnewton[ -]met": "N·met",
     r"\b([ap])\.m\b\.?": r"\1m",
+    r"\bin(?=\.?\s*$|\^|[²³])": "inch",
 }
 """Names of several words, or with full stops in them."""
 SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|[\u00a0\u2005-\u2009\u202f]")

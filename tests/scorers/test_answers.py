@@ -775,6 +775,32 @@ VERDICTS = [  # grader, completion, reference, right verdict
     (gsm8k, "10 a.m.", "10 am", 1),
     (math, "10 a.m.", "10 am", 1),
     (gsm8k, "$10$ and $20", "20", 1),
+    (gsm8k, "18 in.", "18", 1),
+    (math, "18 in.", "18", 1),
+    (gsm8k, "5 inches", "5 in", 1),
+    (math, "5 inches", "5 in", 1),
+    (gsm8k, "5 in^2", "5 square inches", 1),
+    (math, "5 in^2", "5 square inches", 1),
+    (gsm8k, "18 in.", "18 ft", 0),
+    (math, "18 in.", "18 ft", 0),
+    (gsm8k, "18 in all", "18 ft", 1),
+    (math, "18 in all", "18 ft", 1),
+    (
+        gsm8k,
+        "Answer: She sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.",
+        "72",
+        1,
+    ),
+    (
+        math,
+        "Answer: She sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.",
+        "72",
+        1,
+    ),
+    (gsm8k, "The answer to this question is 7. I used 3 steps.", "7", 1),
+    (math, "The answer to this question is 7. I used 3 steps.", "7", 1),
+    (gsm8k, "The answer is indeed 7. I used 3 steps.", "7", 1),
+    (math, "The answer is indeed 7. I used 3 steps.", "7", 1),
 ]
 
 
