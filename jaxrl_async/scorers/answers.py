@@ -70,6 +70,8 @@ SENTENCE_END = re.compile(
 CLAUSE_END = re.compile(r",\s|，")
 CHOICE = re.compile(r"\W*[A-J]\W*")
 """One of several choices: (B)."""
+SUM = re.compile(r"\W*\d[\d.,]*(?:\s*[-+*×]\s*\d[\d.,]*)+\W*")
+"""Arithmetic whose result may follow: 40 + 2."""
 HEADING = re.compile(
     r"\W*(?:(?:step|part|case|phase)\b|\d+[.):]\s+[A-Za-z]|.*:\W*$)", re.IGNORECASE
 )
@@ -180,7 +182,7 @@ def _said(text: str, start: int) -> str | None:
         said = rest[: end.start()] if end else rest
         is_sure = bool(VALUE.search(CLAUSE_END.split(said)[0]) or CHOICE.fullmatch(said))
         is_working = "=" in said or len(WORD.findall(said)) > 2 or WORD.search(VALUE.split(said)[0])
-        is_sure = is_sure and not (lead_in["weak"] and is_working)
+        is_sure = is_sure and not (lead_in["weak"] and is_working) and not SUM.fullmatch(said)
         is_last = not re.search(r"\d", after[len(said) :])
         if said.strip() and (is_sure or (is_last and _may_answer(said))):
             return said.strip().rstrip(". 。")

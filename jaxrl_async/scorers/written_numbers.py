@@ -11,7 +11,7 @@ from decimal import Decimal
 from jaxrl_async.scorers.answers import OTHERS, TEXT, WORD, Answer
 
 DOLLARS = {"CA": "\ue001", "AU": "\ue002", "NZ": "\ue003", "HK": "\ue004"}
-"""Countries before their dollars, and what stands for these dollars here: CA$18."""
+"""Countries before their dollars, and the sign of these dollars within this package: CA$18."""
 CURRENCIES = "$€£¥₹₩₽฿" + "".join(DOLLARS.values())
 NUMBER = re.compile(
     rf"(?P<sign>-)?[{CURRENCIES}]?(?P<after>-)?"

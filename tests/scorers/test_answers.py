@@ -801,6 +801,12 @@ VERDICTS = [  # grader, completion, reference, right verdict
     (math, "The answer to this question is 7. I used 3 steps.", "7", 1),
     (gsm8k, "The answer is indeed 7. I used 3 steps.", "7", 1),
     (math, "The answer is indeed 7. I used 3 steps.", "7", 1),
+    (gsm8k, "The answer is 40 + 2. That is 42.", "42", 1),
+    (math, "The answer is 40 + 2. That is 42.", "42", 1),
+    (gsm8k, "The answer is $40 + 2$. That is $42$.", "42", 1),
+    (math, "The answer is $40 + 2$. That is $42$.", "42", 1),
+    (math, "The answer is 40 + 2. Well done!", "42", 1),
+    (math, "The answer is $2+3i$. It has 2 parts.", "2+3i", 1),
 ]
 
 
