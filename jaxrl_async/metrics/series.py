@@ -1,7 +1,7 @@
 """Read the points of a metric from the lines of metrics.jsonl, and say numbers shortly."""
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, inf, isfinite, log10
 from typing import Any
 
 MOST_DIGITS = 13
@@ -43,10 +43,13 @@ def number(value: float, more: int = 0) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Return the labels of an axis: numbers with as many digits as tell them apart."""
+    """Return the labels of an axis: numbers with as many digits as say each tick to a thousandth of
+    its distance from the next one."""
+    near = [min((abs(v - u) for u in values if u != v), default=inf) for v in values]
     for more in range(MOST_DIGITS):
         labels = [number(value, more) for value in values]
-        if len(set(labels)) == len(set(values)):
+        said = (float(label.replace(",", "")) for label in labels)
+        if all(abs(s - v) <= n / 1000 for s, v, n in zip(said, values, near, strict=True)):
             break
     return labels
 

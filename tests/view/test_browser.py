@@ -436,3 +436,20 @@ def test_no_label_of_an_axis_is_cut_and_no_two_are_the_same(page):
     assert {"2.50e-6", "7.50e-6", "1.00e-5", "-4.00e+12"} <= written
     between = {text for text in written if text.startswith("1,000.00")}
     assert len(between) >= 3, written  # not "1,000" at each line
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ([1170, 1172.5, 1175, 1177.5], ["1,170", "1,172.5", "1,175", "1,177.5"]),
+        ([999.5, 1000, 1000.5], ["999.5", "1,000", "1,000.5"]),
+        ([2000000, 2000002.5, 2000005], ["2.0000000e+6", "2.0000025e+6", "2.0000050e+6"]),
+        ([1e-20, 1e-10, 0.3, 1000], ["1.00e-20", "1.00e-10", "0.3", "1,000"]),
+        ([None, 5, None], ["", "5", ""]),
+        ([0, 0.025, 0.05], ["0", "0.025", "0.05"]),
+    ],
+)
+def test_labels_of_an_axis_say_their_ticks(page, ticks, labels):
+    shown, _ = page
+    said = shown.evaluate("async (t) => (await import('/charts.js')).labelsOf(t)", ticks)
+    assert said == labels

@@ -53,12 +53,15 @@ export function shown(value, more = 0) {
   return Number(value.toPrecision(4 + more)).toString();
 }
 
-/** Return the labels of an axis: numbers with as many digits as tell them apart. */
+/** Return the labels of an axis: numbers with as many digits as say each tick to a thousandth of its
+ * distance from the next one. */
 export function labelsOf(ticks) {
   const numbers = ticks.filter((t) => t != null);
+  const near = numbers.map((t) => Math.min(...numbers.map((u) => Math.abs(u - t) || Infinity)));
+  const says = (label, i) => Math.abs(Number(label.replaceAll(",", "")) - numbers[i]) <= near[i] / 1000;
   for (let more = 0; ; more++) {
     const labels = numbers.map((t) => shown(t, more));
-    if (new Set(labels).size === new Set(numbers).size || more === 12) {
+    if (labels.every(says) || more === 12) {
       return ticks.map((t) => (t == null ? "" : labels.shift()));
     }
   }
