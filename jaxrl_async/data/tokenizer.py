@@ -21,6 +21,7 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.token_bytes import bytes_of_tokens
 from jaxrl_async.errors import ConfigError, DataError, in_a_line
 from jaxrl_async.types import IntArray, Message
+from jaxrl_async.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,8 @@ class Tokenizer:
         try:
             if not self.has_chat_template:
                 (Path(folder) / TEMPLATE_FILE).unlink(missing_ok=True)
-            self.hf.save_pretrained(str(folder))
+            with replacing(Path(folder)) as new:
+                self.hf.save_pretrained(str(new))
         except OSError as error:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
 
@@ -415,9 +417,8 @@ def _eos_of(file: Path) -> list[int]:
         return []
     try:
         said = json.loads(file.read_text("utf-8"))
-        eos = said.get("eos_token_id")
-        if eos is None:
-            eos = (said.get("text_config") or {}).get("eos_token_id")
+        outer, inner = said.get("eos_token_id"), said.get("text_config") or {}
+        eos = inner.get("eos_token_id") if outer in (None, -1, [-1], []) else outer
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None
     several = eos if isinstance(eos, list) else [eos]

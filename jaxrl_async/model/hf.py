@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,18 +32,19 @@ from jaxrl_async.model.mxfp4 import PackedTensor
 from jaxrl_async.model.own_code import OwnCode, save_code
 from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
 from jaxrl_async.model.stored_tensors import (
-    EMBEDDING,
     HEAD,
     INDEX,
     SINGLE,
     StoredTensor,
     file_names,
     indexed_names,
+    is_stale,
     open_files,
     open_tensors,
     read_json,
 )
 from jaxrl_async.model.tied_head import tied_as_stored
+from jaxrl_async.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +64,6 @@ DRAFTS = "mtp."
 """Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
 VALUE_HEAD = "v_head."
 """Beginning of the tensors of a value head that TRL has saved beside a policy."""
-UNFINISHED = ".writing-"
-"""Beginning of the names of files that are being written."""
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -103,15 +103,16 @@ def load_spec(folder: Path) -> ModelSpec:
     return tied_as_stored(folder, spec_from_hf(read_json(file), str(file)))
 
 
-def stored_type(folder: Path) -> str | None:
-    """Return the type in which a directory's embedding is stored if it is a narrow one, bfloat16 or
-    float16; None: it is another, or there are no safetensors. Raises CheckpointError."""
+def stored_types(folder: Path, table: Any) -> dict[str, str]:
+    """Return the types of those tensors of a table that a directory stores in a narrow one,
+    bfloat16 or float16, by their names in files; none of a GGUF file. Raises CheckpointError."""
     if gguf_of(folder) is not None:
-        return None
+        return {}
     with ExitStack() as files:
-        tensors = open_tensors(folder, files, {EMBEDDING: ()})
-        embedding = tensors.get(EMBEDDING)
-        return None if embedding is None else NARROW.get(embedding.stored.dtype)
+        wanted = _wanted(table)
+        tensors = open_tensors(folder, files, wanted)
+        there = {name: tensors[name].stored.dtype for name in wanted if name in tensors}
+        return {name: NARROW[dtype] for name, dtype in there.items() if dtype in NARROW}
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
@@ -124,11 +125,12 @@ def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]
     """Write generation_config.json: `generation` with the spec's special tokens and the end tokens
     of both."""
     own = generation.get("eos_token_id")
-    more = [i for i in (own if isinstance(own, list) else [own]) if type(i) is int]
+    more = [i for i in (own if isinstance(own, list) else [own]) if type(i) is int and i >= 0]
     ends = dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys([*spec.eos_ids, *more])))
     named = {key: value for key, value in ends.token_ids().items() if value is not None}
     content = json.dumps({**generation, **named}, indent=2)
-    (folder / GENERATION).write_text(content, encoding="utf-8")
+    with replacing(folder) as new:
+        (new / GENERATION).write_text(content, encoding="utf-8")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -208,15 +210,15 @@ def save_params(
     spec: ModelSpec,
     params: Any,
     beside: Beside | None = None,
-    stored: str | None = None,
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write config.json and safetensors that transformers loads; several files above 4 GiB.
 
     Weights, their index and a GGUF file's pointer that were in the folder are replaced.
 
-    beside: what is written with the text model; None: it is alone. stored: the type of the files
-    that the weights were read from; it is kept if no weight changes by it. Raises CheckpointError
-    for a folder that holds an adapter.
+    beside: what is written with the text model; None: it is alone. stored: of stored_types: each
+    tensor is written in the type that it was read from if that changes no number of it. Raises
+    CheckpointError for a folder that holds an adapter.
     """
     config = hf_config_of(spec)
     if beside is not None:
@@ -231,7 +233,7 @@ def save_weights(
     params: Any,
     code: OwnCode | None = None,
     beside: Beside | None = None,
-    stored: str | None = None,
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write any table of weights and its config.json, as save_params does; and a copy of the code
     of a user's own decoder, and what is beside the weights.
@@ -249,15 +251,19 @@ def save_weights(
             "to the weights written here. Save the model in another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = list(_export(table, params))
-    dtype = str(jax.tree.leaves(params)[0].dtype)
-    if stored is not None and (narrow := _narrowed(tensors, stored)) is not None:
-        tensors, dtype = narrow, stored
-    _write(folder, iter(tensors) if beside is None else beside.tensors(iter(tensors)))
+    tensors = [_narrowed(*tensor, stored) for tensor in _export(table, params)]
+    dtype = _type_of(folder, tensors, stored)
     config = {**config, "torch_dtype": dtype, "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    if code is not None:
-        save_code(code, folder)
+    earlier = _earlier_files(folder)
+    with replacing(folder) as new:
+        _write(new, iter(tensors) if beside is None else beside.tensors(iter(tensors)))
+        (new / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        if code is not None:
+            save_code(code, new)
+        written = {file.name for file in new.iterdir()}
+        (folder / INDEX).unlink(missing_ok=True)  # it would name a mixture of both
+    for name in earlier - written:
+        (folder / name).unlink(missing_ok=True)
 
 
 def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
@@ -268,8 +274,9 @@ def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params:
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    save_file(dict(_export(table, params)), folder / ADAPTER, metadata={"format": "pt"})
+    with replacing(folder) as new:
+        (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_file(dict(_export(table, params)), new / ADAPTER, metadata={"format": "pt"})
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -278,24 +285,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write the files of a model's weights, and their index if there are several. Those that were
-    there are removed when all new ones are whole: readers would prefer an old index."""
+    """Write the files of a model's weights into an empty folder, and their index if there are
+    several."""
     shards = list(_in_shards(tensors))
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
-    try:
-        for name, shard in zip(names, shards, strict=True):
-            save_file(shard, folder / (UNFINISHED + name), metadata={"format": "pt"})
-        earlier = _earlier_files(folder) - set(names)
-        (folder / INDEX).unlink(missing_ok=True)  # first: it would name a mixture of both
-        for name in names:
-            os.replace(folder / (UNFINISHED + name), folder / name)
-        for name in earlier:
-            (folder / name).unlink(missing_ok=True)
-    finally:
-        for name in names:
-            (folder / (UNFINISHED + name)).unlink(missing_ok=True)
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
     if count > 1:
         where = {
             tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -316,17 +313,30 @@ def _earlier_files(folder: Path) -> set[str]:
     return named | {file.name for file in folder.iterdir() if SHARD.fullmatch(file.name)}
 
 
-def _narrowed(
-    tensors: list[tuple[str, np.ndarray]], dtype: str
-) -> list[tuple[str, np.ndarray]] | None:
-    """Return the tensors in a narrower type; None: one of them would change."""
-    kept = []
-    for name, array in tensors:
-        narrow = array.astype(jnp.dtype(dtype))
-        if not np.array_equal(narrow.astype(array.dtype), array):
-            return None
-        kept.append((name, narrow))
-    return kept
+def _narrowed(name: str, array: np.ndarray, stored: Mapping[str, str]) -> tuple[str, np.ndarray]:
+    """Return a tensor in the narrow type that it was read from if no number changes by it."""
+    if name not in stored:
+        return name, array
+    narrow = array.astype(jnp.dtype(stored[name]))
+    return name, narrow if np.array_equal(narrow.astype(array.dtype), array) else array
+
+
+def _type_of(folder: Path, tensors: list[tuple[str, np.ndarray]], stored: Mapping[str, str]) -> str:
+    """Return the type that config.json names, in which readers hold all tensors: that of most
+    numbers, but the widest if a tensor has left the type that it was read from."""
+    types = {name: str(array.dtype) for name, array in tensors}
+    wider = [n for n, dtype in types.items() if stored.get(n, dtype) != dtype]
+    if wider:
+        log.info(
+            "%s: %d of %d tensors that were read from bfloat16 or float16 (%s) have numbers that "
+            "these types lack: they are saved in %s",
+            *(folder, len(wider), len(stored), wider[0], types[wider[0]]),
+        )
+        return types[wider[0]]
+    numbers: Counter[str] = Counter()
+    for _, array in tensors:
+        numbers[str(array.dtype)] += array.size
+    return numbers.most_common(1)[0][0]
 
 
 # ---- reading
@@ -349,6 +359,8 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> Non
         for n in tensors.keys() - wanted.keys()
         if not n.endswith(IGNORED) and n != HEAD and not n.startswith((DRAFTS, VALUE_HEAD))
     )
+    if is_stale(folder, {tensor.path for tensor in tensors.values()}):
+        log.warning("%s: %s names files that are not here; %s is read", folder, INDEX, SINGLE)
     if any(n.startswith(VALUE_HEAD) for n in tensors):
         log.warning("%s: the tensors %s* are a value head, and are left out", folder, VALUE_HEAD)
     if drafts := [n for n in tensors if n.startswith(DRAFTS)]:

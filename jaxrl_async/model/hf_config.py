@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.defaults import EXPERTS, with_defaults
 from jaxrl_async.model.families.family import Family
-from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, ConfigFields, shown
+from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
 from jaxrl_async.model.families.parts import DENSE_STACK, Latent
 from jaxrl_async.model.families.registry import ALSO, FAMILIES, WRAPPED
@@ -79,7 +79,9 @@ def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
     said = fields.said("model_type")
     if isinstance(said, str) and said in WRAPPED:
         inner = fields.part("text_config")
-        own = {k: v for k, v in fields.values.items() if k.endswith("_token_id") and v is not None}
+        own = {
+            k: v for k, v in fields.values.items() if k.endswith("_token_id") and v not in NO_IDS
+        }
         family = WRAPPED[said]
         text = ConfigFields({**inner.values, **own}, fields.where)
         if inner.said("model_type", family.model_type) != family.model_type:

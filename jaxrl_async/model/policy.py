@@ -29,7 +29,7 @@ from jaxrl_async.model.hf import (
     load_spec,
     save_generation,
     save_params,
-    stored_type,
+    stored_types,
 )
 from jaxrl_async.model.lora import Lora, adapter_table, joined, merged_on
 from jaxrl_async.model.own_code import load_code
@@ -80,9 +80,9 @@ class Policy:
     lora: Lora | None = None
     adapter: Any = None
     tower: VisionTower | None = None  # of a model with images; saved as it was read
-    stored: str | None = None
-    """The narrower type of the files that it was read from in float32, in which it is saved if no
-    weight changes by it."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Of the tensors that were read in float32 from a narrower type: that type by name. Each is
+    saved in it if no number of it changes by that."""
 
     @staticmethod
     def from_pretrained(
@@ -103,8 +103,8 @@ class Policy:
             folder: the directory, owner/name on the Hugging Face hub, or FILE.gguf.
             mesh: where the weights lie; None: on the default device.
             rules: how each logical axis is sharded there.
-            dtype: of the weights; None: float32, and save_pretrained writes them in the type of the
-                files (bfloat16, float16) if none has changed beyond it.
+            dtype: of the weights; None: float32, and save_pretrained writes each tensor in the type
+                that the files have it in (bfloat16, float16) if it has not changed beyond that.
             tokenizer: None: the directory's own if it has one, read when it is first used.
             adapter: directory of a LoRA adapter that PEFT (or save_adapter) wrote for this model.
             form: what matrices become that an adapter is to change; None: they stay as they are.
@@ -118,7 +118,7 @@ class Policy:
             load_code(decoder, "Policy.from_pretrained: decoder")
         folder = folder_here(str(folder), "folder")
         spec, generation = load_spec(folder), load_generation(folder)
-        stored = stored_type(folder) if dtype is None else None
+        stored = stored_types(folder, weight_table(spec)) if dtype is None else {}
         dtype = jnp.float32 if dtype is None else dtype
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)

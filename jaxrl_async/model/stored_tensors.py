@@ -10,7 +10,7 @@ Nothing is read but headers: a tensor reads itself, in part if wanted.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from jaxrl_async.model.mxfp4 import (
     without_packed,
 )
 from jaxrl_async.model.tensorfile import Stored, read_header
+from jaxrl_async.whole_files import UNFINISHED
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,18 @@ def file_names(folder: Path, single: str) -> list[str]:
     names = indexed_names(folder)
     if there and single not in names:
         if not any((folder / name).exists() for name in names):
-            log.warning("%s: %s names files that are not here; %s is read", folder, INDEX, single)
             return [single]
         raise CheckpointError(
             f"{folder}: two models are here: {single}, and {names[0]} with what else {INDEX} "
             f"names. Remove the older one: {single}, or {INDEX} and the files that it names."
         )
     return names
+
+
+def is_stale(folder: Path, read: Collection[Path]) -> bool:
+    """Return whether a folder's index names none of the files that were read in its place."""
+    indexed = folder / SINGLE in read and (folder / INDEX).exists()
+    return indexed and SINGLE not in indexed_names(folder)
 
 
 def indexed_names(folder: Path) -> list[str]:
@@ -115,6 +121,11 @@ def indexed_names(folder: Path) -> list[str]:
 
 
 def _advice(folder: Path) -> str:
+    if (folder / UNFINISHED).exists() or any(folder.glob("model-*.safetensors")):
+        return (
+            f"Saving or copying the model was interrupted: there are files of weights, but no "
+            f"{INDEX}. Save or copy it again, whole."
+        )
     pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
         p.name for p in folder.glob("*.pt*")
     )

@@ -1,16 +1,22 @@
 """Folders as users have them: used before, tied in config.json alone, without a head; what is read
 is what transformers reads."""
 
+import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from whole_rows import row_states
 
+from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.decoder import output_head
 from jaxrl_async.model.hf import load_spec
+from jaxrl_async.model.hf_config import spec_from_hf
 from jaxrl_async.model.policy import Policy
 
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
@@ -257,3 +263,131 @@ def test_a_narrow_type_is_kept_where_nothing_is_lost(tmp_path, dtype):
     jax.tree.map(np.testing.assert_array_equal, again, trained)
     Policy.from_pretrained(tmp_path, dtype="float32").save_pretrained(tmp_path / "wide")
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+def stored_types(folder):
+    return {name: tensor.dtype for name, tensor in st.load_file(folder / SINGLE).items()}
+
+
+def test_each_tensor_keeps_the_type_that_it_was_read_in(tmp_path, caplog):
+    """As DeepSeek V3 is published: bfloat16, and some tensors in float32."""
+    made(tmp_path, dtype=torch.bfloat16)
+    norm, other = "model.norm.weight", "model.layers.1.input_layernorm.weight"
+
+    def exact(tensors):
+        tensors[norm] = tensors[norm].float() * 1.0001
+
+    changed(tmp_path, exact)
+    before = st.load_file(tmp_path / SINGLE)
+    policy = Policy.from_pretrained(tmp_path)
+    caplog.set_level("INFO", "jaxrl_async.model.hf")
+    policy.save_pretrained(tmp_path / "same")
+    after = st.load_file(tmp_path / "same" / SINGLE)
+    assert before[norm].dtype == torch.float32 and before[other].dtype == torch.bfloat16
+    assert stored_types(tmp_path / "same") == stored_types(tmp_path)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "float32" not in caplog.text
+    moved = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 1e-6 if "embed" in str(path[0]) else x, policy.params
+    )
+    policy.with_params(moved).save_pretrained(tmp_path / "moved")
+    types = stored_types(tmp_path / "moved")
+    assert {n for n, t in types.items() if t == torch.float32} == {
+        norm,
+        "model.embed_tokens.weight",
+    }
+    assert json.loads((tmp_path / "moved" / "config.json").read_text())["dtype"] == "float32"
+    assert "1 of " in caplog.text and "model.embed_tokens.weight" in caplog.text
+    same(tmp_path / "moved")
+
+
+@pytest.mark.parametrize("failing", [INDEX, "config.json"])
+def test_a_save_interrupted_at_its_small_files_leaves_the_old_model(tmp_path, monkeypatch, failing):
+    made(tmp_path, shards=True)
+    policy, before = Policy.from_pretrained(tmp_path), sorted(f.name for f in tmp_path.iterdir())
+    write = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == failing:
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("jaxrl_async.model.hf.MAX_FILE_BYTES", 5000)
+    with pytest.raises(OSError, match="No space"):
+        filled(policy, 1.0).save_pretrained(tmp_path)
+    assert sorted(f.name for f in tmp_path.iterdir()) == before
+    np.testing.assert_array_equal(logits(Policy.from_pretrained(tmp_path)), logits(policy))
+
+
+def test_files_of_a_killed_save_are_explained_and_replaced(tmp_path):
+    made(tmp_path / "whole")
+    policy = Policy.from_pretrained(tmp_path / "whole")
+    killed = tmp_path / "killed"
+    (killed / ".writing").mkdir(parents=True)
+    (killed / ".writing" / "model-00001-of-00003.safetensors").write_bytes(b"part")
+    (killed / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"was interrupted.*Save or copy it again"):
+        Policy.from_pretrained(killed)
+    policy.save_pretrained(killed)
+    assert not (killed / ".writing").exists()
+    same(killed)
+    made(tmp_path / "shards", shards=True)
+    (tmp_path / "shards" / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=rf"no {re.escape(INDEX)}\. Save or copy"):
+        Policy.from_pretrained(tmp_path / "shards")
+
+
+def test_links_are_replaced_and_not_written_through(tmp_path):
+    """As in a snapshot of the hub's cache, which other jobs read."""
+    made(tmp_path / "blobs")
+    policy = Policy.from_pretrained(tmp_path / "blobs", tokenizer=addition_tokenizer())
+    policy.save_pretrained(tmp_path / "blobs")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "blobs").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", SINGLE} <= before.keys()
+    (tmp_path / "snapshot").mkdir()
+    for name in before:
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "blobs" / name)
+    other = dataclasses.replace(policy, generation={"temperature": 0.5})
+    filled(other, 0.01).save_pretrained(tmp_path / "snapshot")
+    assert {f.name: f.read_bytes() for f in (tmp_path / "blobs").iterdir()} == before
+    assert not [f.name for f in (tmp_path / "snapshot").iterdir() if f.is_symlink()]
+    assert float(Policy.from_pretrained(tmp_path / "snapshot").params["embed"][0, 0]) > 0
+
+
+def test_an_index_of_files_that_are_gone_is_named_once(tmp_path, caplog):
+    made(tmp_path, shards=True)
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    made(tmp_path / "one")
+    (tmp_path / "one" / SINGLE).rename(tmp_path / SINGLE)
+    Policy.from_pretrained(tmp_path)
+    assert caplog.text.count("names files that are not here") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({"eos_token_id": -1}, ()),
+        ({"eos_token_id": [-1]}, ()),
+        ({"eos_token_id": [1, -1]}, (1,)),
+        ({"eos_token_id": [2, 1]}, (2, 1)),
+        ({"eos_token_id": -1, "text_config": {"eos_token_id": 7}}, (7,)),
+        ({"eos_token_id": [-1], "text_config": {"eos_token_id": [7, -1]}}, (7,)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": 7}}, (3,)),
+    ],
+)
+def test_an_end_token_of_minus_one_is_none(tmp_path, said, ends):
+    made(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    if "text_config" in said:
+        inner = transformers.Gemma3TextConfig(**SIZES).to_dict()
+        inner |= {"sliding_window": 8} | said["text_config"]
+        whole = {"model_type": "gemma3", "text_config": inner}
+    whole |= {"eos_token_id": said["eos_token_id"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert spec_from_hf(whole, "config.json").eos_ids == ends
+    addition_tokenizer().save_pretrained(tmp_path)
+    own = addition_tokenizer().eos_ids
+    assert load_tokenizer(tmp_path).eos_ids == tuple(dict.fromkeys([*own, *ends]))

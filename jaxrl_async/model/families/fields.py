@@ -10,6 +10,8 @@ from jaxrl_async.errors import CheckpointError
 MAX_SIZE = 2**31 - 1
 """Largest size or token id in a config.json."""
 MAX_LAYERS = 10_000
+NO_IDS: tuple[Any, ...] = (None, -1, [-1], [])
+"""What stands in a config.json for a special token that there is not."""
 MAX_NUMBER = 1e30
 """Upper bound of the other numbers in a config.json."""
 COPY_AGAIN = "Copy the file again, or correct it."
@@ -57,9 +59,9 @@ class ConfigFields:
         return bool(self.said(key, default))
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids: none, one or several. Old files say -1 for none."""
+        """Return token ids: none, one or several. Old files say -1 for none, in lists too."""
         value = self.said(key)
-        ids = value if isinstance(value, list) else [] if value in (None, -1) else [value]
+        ids = [i for i in (value if isinstance(value, list) else [value]) if i not in NO_IDS]
         if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
             raise self.wrong(key, "a token id, a list of them or null")
         return tuple(ids)

@@ -12,6 +12,7 @@ from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.fields import MAX_LAYERS, ConfigFields, shown
 from jaxrl_async.model.hf import read_config, read_tensors
 from jaxrl_async.model.vision.tower import ENCODER, PROJECTOR, VisionSpec, VisionTower
+from jaxrl_async.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -164,5 +165,6 @@ def _text(file: Path) -> str:
 
 def write_preparation(tower: VisionTower, folder: Path) -> None:
     """Write the files that say how images are prepared."""
-    for name, text in tower.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    with replacing(folder) as new:
+        for name, text in tower.files.items():
+            (new / name).write_text(text, encoding="utf-8")
