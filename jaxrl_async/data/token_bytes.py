@@ -29,11 +29,14 @@ def byte_of_character() -> dict[str, int]:
 
 
 def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
-    """Return a function of a token's id: the bytes that it adds to a text. None for an added token,
-    an id without a token, and a decoder of another kind: there the token's text tells."""
+    """Return a function of a token's id: the bytes that it adds to a text. None for an id without a
+    token, one that is not in a byte-level alphabet, and a decoder of another kind: there the
+    token's text tells.
+
+    A blank that a decoder takes off the beginning of a text (SentencePiece) is in the bytes, and so
+    is a mark of another kind, such as WordPiece's ##."""
     steps = _decoders(json.loads(backend.to_str()).get("decoder"))
     kinds = {step.get("type") for step in steps}
-    added = backend.get_added_tokens_decoder()
     characters = byte_of_character() if "ByteLevel" in kinds else {}
     spaces = [step["replacement"] for step in steps if step.get("type") == "Metaspace"]
     replaced = [(mark, " ") for mark in spaces] + [
@@ -48,8 +51,6 @@ def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
             return None
         if "ByteFallback" in kinds and (one := ONE_BYTE.fullmatch(token)):
             return bytes([int(one[1], 16)])
-        if token_id in added:
-            return None
         if characters:
             known = all(c in characters for c in token)
             return bytes(characters[c] for c in token) if known else None
@@ -58,6 +59,13 @@ def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
         return token.encode() if replaced else None
 
     return bytes_of
+
+
+def joins_bytes(backend: Backend) -> bool:
+    """Return whether a decoded text is the bytes of its tokens read as UTF-8, and nothing else: the
+    decoder is a byte-level one."""
+    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

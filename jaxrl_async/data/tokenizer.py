@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.data.token_bytes import bytes_of_tokens
+from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes
 from jaxrl_async.errors import ConfigError, DataError, in_a_line
 from jaxrl_async.types import IntArray, Message
 from jaxrl_async.whole_files import replacing
@@ -261,6 +261,17 @@ class Tokenizer:
         special token those of its own text, of an id without a token none."""
         found = self._bytes_of(token_id)
         return self.token_text(token_id).encode() if found is None else found
+
+    @cached_property
+    def bytes_in_text(self) -> Callable[[int], bytes] | None:
+        """A function of a token's id: the bytes that it adds to what decode returns. None: the
+        tokenizer is not a byte-level one, and texts are more than the bytes of their tokens."""
+        backend = self.hf.backend_tokenizer
+        if not joins_bytes(backend):
+            return None
+        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        silent = special.union(self.eos_ids)
+        return lambda token_id: b"" if token_id in silent else self.token_bytes(token_id)
 
     @cached_property
     def _bytes_of(self) -> Callable[[int], bytes | None]:

@@ -118,6 +118,7 @@ class Desk:
             text_of=served.tokenizer.token_text,
             bytes_of=served.tokenizer.token_bytes,
             decode=served.tokenizer.decode,
+            bytes_in_text=served.tokenizer.bytes_in_text,
             label=served.label,
         )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.text_flow import Decode, before_stop
+from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
 from jaxrl_async.types import Completion, FloatArray, IntArray, Message
 
 NO_LOGPROB = -9999.0
@@ -107,7 +107,12 @@ class Words:
     text_of: TokenText
     bytes_of: Callable[[int], bytes]  # what a token stands for in a text
     decode: Decode  # tokens to text, as the answer's
+    bytes_in_text: TextBytes | None  # that a token adds to that text; None: it is more than bytes
     label: str  # of the run's weights, before their version
+
+    def flow(self) -> TextFlow:
+        """Return what finds the places of an answer's tokens in its text."""
+        return TextFlow(self.decode, bytes_of=self.bytes_in_text)
 
     def entries(self, row: TokenRow, *, top: bool, ids_as_tokens: bool) -> list[dict[str, Any]]:
         """Return the log-probs of tokens as chat completions list them.

@@ -85,7 +85,7 @@ class TextWriter:
         for i, answer in enumerate(answers):
             drawn = answer.completion
             row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-            flow = TextFlow(self.words.decode)
+            flow = self.words.flow()
             choices.append({**self._choice(i, answer.text, row, flow), **self._end(answer)})
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
         return {**self._frame(choices), "usage": usage}
@@ -109,7 +109,7 @@ class TextWriter:
         nothing = TokenRow(
             token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
         )
-        last = self._choice(index, "", nothing, TextFlow(self.words.decode))
+        last = self._choice(index, "", nothing, self.words.flow())
         return [self._frame([{**last, **self._end(answer)}])]
 
     def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:

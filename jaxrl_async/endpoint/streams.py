@@ -19,7 +19,6 @@ from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
 from jaxrl_async.endpoint.openai_text import TextWriter
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
-from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import Message
 
 READ_EVERY = 64
@@ -231,7 +230,7 @@ class StreamedText:
         writer, wish = self._writer, self._writer.call.wish
         sent = [0] * wish.count  # characters
         told = [0] * wish.count  # tokens; -1: its end was sent
-        flows = [TextFlow(writer.words.decode) for _ in sent]
+        flows = [writer.words.flow() for _ in sent]
         async with self._drawing(parts=True) as drawing:
             async for _ in drawing.steps():
                 for index, strand in enumerate(drawing.strands):

@@ -9,6 +9,7 @@ A stop string ends an answer at the first token with which the text contains it,
 came: one by one, in blocks or all at once.
 """
 
+import codecs
 from collections.abc import Callable, Sequence
 
 HALF = "�"
@@ -18,16 +19,41 @@ Decode = Callable[[Sequence[int]], str]
 """Turns token ids to text; special tokens give none."""
 
 
+TextBytes = Callable[[int], bytes]
+"""Gives the bytes that a token adds to a text."""
+
+
+class Characters:
+    """Counts the characters of growing bytes: UTF-8, with a HALF for what is no character."""
+
+    def __init__(self) -> None:
+        """Begin without bytes."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = 0  # of whole characters
+
+    def place(self, new: bytes) -> int:
+        """Take more bytes; return the number of the character that the first one is in."""
+        self._count += len(self._decoder.decode(new[:1]))
+        waits = bool(self._decoder.getstate()[0])  # the first byte is in a character without end
+        place = self._count if waits or not new else self._count - 1
+        self._count += len(self._decoder.decode(new[1:]))
+        return place
+
+
 class TextFlow:
     """The text of one answer while its tokens come."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), bytes_of: TextBytes | None = None
+    ) -> None:
         """Begin without tokens.
 
         Args:
             decode: see Decode.
             stops: strings that end the answer.
+            bytes_of: see TextBytes; None: a text is more than the bytes of its tokens.
         """
+        self._bytes_of, self._characters = bytes_of, Characters()
         self._decode, self._stops = decode, tuple(stops)
         self._longest_stop = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
@@ -49,8 +75,11 @@ class TextFlow:
             self.count = None if self.stop is None else len(self._ids)
 
     def places(self, token_ids: Sequence[int]) -> list[int]:
-        """Take more tokens; return where in the text each begins, in characters: of a part of a
-        character, where that character does."""
+        """Take more tokens, of which `text` is not asked; return where in the text each begins, in
+        characters: of a part of a character, where that character does. Without bytes_of, all of a
+        row of bytes that are no character are where the first one is."""
+        if self._bytes_of is not None:
+            return [self._characters.place(self._bytes_of(int(token))) for token in token_ids]
         found = []
         for token in token_ids:
             found.append(len(self.text))

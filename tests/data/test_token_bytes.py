@@ -5,11 +5,12 @@ import pytest
 from chat_tokenizers import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.token_bytes import byte_of_character
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.text_flow import TextFlow
 
@@ -100,7 +101,9 @@ def test_bytes_joined_are_the_text_and_each_token_begins_where_they_say(kind, te
     assert b"".join(pieces).decode() == before + text
     assert tokenizer.decode(ids) == text
     wanted = [max(0, place - len(before)) for place in places_by_bytes(before + text, pieces)]
-    assert TextFlow(tokenizer.decode).places(ids) == wanted
+    for bytes_of in {None, tokenizer.bytes_in_text}:
+        assert TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids) == wanted
+    assert (tokenizer.bytes_in_text is None) == (kind != "bytes")
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
@@ -119,5 +122,61 @@ def test_special_tokens_and_ids_without_one():
     letters = addition_tokenizer()
     assert b"".join(map(letters.token_bytes, letters.encode("12+3=").tolist())) == b"12+3="
     ids = [*tokenizer.encode("a😀").tolist(), end, *tokenizer.encode("b").tolist()]
-    places = TextFlow(tokenizer.decode).places(ids)
-    assert places[0] == 0 and places[-1] == places[-2] == 2  # an end token has no text
+    for bytes_of in (None, tokenizer.bytes_in_text):
+        places = TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids)
+        assert places[0] == 0 and places[-1] == places[-2] == 2  # an end token has no text
+
+
+def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """Return a token for each byte."""
+    characters = {byte: c for c, byte in byte_of_character().items()}
+    return [tokenizer.hf.convert_tokens_to_ids(characters[byte]) for byte in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        (b"\x80\x80ab", [0, 1, 2, 3]),
+        (b"\xe2\x82a", [0, 0, 1]),
+        (b"\xe2\x82\xacb", [0, 0, 0, 1]),
+        (b"\xe2\xe2\x82\xac", [0, 1, 1, 1]),
+        (b"\xf0\x9f\x98\x80\x80a", [0, 0, 0, 0, 1, 2]),
+        (b"\xff\xfea\xc3", [0, 1, 2, 3]),
+    ],
+)
+def test_bytes_that_are_no_character_have_places_of_their_own(text, places):
+    tokenizer = byte_tokenizer(None)
+    flow = TextFlow(tokenizer.decode, bytes_of=tokenizer.bytes_in_text)
+    assert flow.places(ids_of_bytes(tokenizer, text)) == places
+
+
+@given(st.data(), st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4).map(str.encode))))
+@settings(deadline=None, max_examples=200)
+def test_a_token_begins_in_the_last_character_of_the_text_up_to_its_first_byte(data, parts):
+    tokenizer = byte_tokenizer(None)
+    ids = ids_of_bytes(tokenizer, b"".join(parts))
+    end = tokenizer.eos_ids[0]
+    if data.draw(st.booleans()):  # an end token within has no bytes
+        ids.insert(data.draw(st.integers(0, len(ids))), end)
+    flow, whole, wanted = TextFlow(tokenizer.decode, bytes_of=tokenizer.bytes_in_text), b"", []
+    for token in ids:
+        whole += b"" if token == end else tokenizer.token_bytes(token)
+        wanted.append(max(0, len(whole.decode("utf-8", "replace")) - 1))
+    assert tokenizer.decode(ids) == whole.decode("utf-8", "replace")
+    places = flow.places(ids)
+    assert [p for p, i in zip(places, ids, strict=True) if i != end] == [
+        w for w, i in zip(wanted, ids, strict=True) if i != end
+    ]
+
+
+def test_tokens_that_were_added_have_the_bytes_of_their_text():
+    for made, token, text in (
+        ("bytes", "a b", b"a b"),
+        ("bytes", "日本", "日本".encode()),
+        ("bytes", "\u00e9", b"\xe9"),  # é is how the alphabet writes this byte
+        ("llama 2", "\u2581\u2581", b"  "),  # alone, a text would lose its first blank
+        ("unigram", "x\u2581y", b"x y"),
+    ):
+        tokenizer = MADE[made]()
+        tokenizer.hf.add_tokens([AddedToken(token, normalized=False)])
+        assert tokenizer.token_bytes(tokenizer.hf.convert_tokens_to_ids(token)) == text
