@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.model.families.defaults import EXPERTS, with_defaults
+from jaxrl_async.model.families.defaults import expert_keys, with_defaults
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
@@ -153,8 +153,7 @@ def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
 
 def _experts(family: Family, fields: ConfigFields) -> int:
     """Return the experts in a layer. Raises CheckpointError if a token would use more."""
-    names = (family.experts_key, *EXPERTS)
-    key = next((name for name in names if name in fields.values), family.experts_key)
+    key = next((k for k in expert_keys(family) if k in fields.values), family.experts_key)
     experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(

@@ -94,6 +94,18 @@ def test_each_entry_of_nested_rope_parameters_may_be_left_out(family, kind):
         assert spec_from_hf(said, "") == spec_from_hf(filled(said), ""), key
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("family", sorted(f for f, record in FAMILIES.items() if record.routed))
+def test_experts_have_the_names_that_the_class_takes(family, name):
+    said = {"model_type": family, **WHOLE.get(family, {}), name: 16}
+    assert spec_from_hf(said, "").experts == spec_from_hf(filled(said), "").experts
+
+
+def test_a_number_of_experts_by_another_familys_name_is_left_out():
+    assert spec_from_hf({"model_type": "deepseek_v3", "num_experts": 16}, "").experts == 256
+    assert spec_from_hf({"model_type": "deepseek_v3", "num_local_experts": 16}, "").experts == 16
+
+
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_gemma_3_is_read_as_published(size):
     text = {"model_type": "gemma3_text", **PUBLISHED[size]}

@@ -10,8 +10,15 @@ from typing import Any
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in config.json; a file has one of them."""
+SECOND_NAMES = {
+    "qwen3_moe": "num_local_experts",
+    "mixtral": "num_experts",
+    "gpt_oss": "num_experts",
+    "glm4_moe": "num_local_experts",
+    "deepseek_v2": "num_experts",
+    "deepseek_v3": "num_local_experts",
+}
+"""Of families whose class in transformers takes the number of experts by a second name: that."""
 ROPES = ("rope_parameters", "rope_scaling")
 """Names of the rotary positions; a file has one of them."""
 _SIZES = (
@@ -136,12 +143,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """By the model_type of a family: its defaults by key of config.json."""
 
 
+def expert_keys(family: Family) -> tuple[str, ...]:
+    """Return the names by which a family's config.json says the number of experts; a file has one
+    of them."""
+    second = SECOND_NAMES.get(family.model_type)
+    return (family.experts_key,) if second is None else (family.experts_key, second)
+
+
 def with_defaults(family: Family, fields: ConfigFields) -> ConfigFields:
     """Return the fields of a file with transformers' defaults for keys that it does not have; null
     in the file stays. Of keys with several names, none is added where the file has another."""
     said = dict(DEFAULTS[family.model_type])
-    if any(name in fields.values for name in EXPERTS):
-        said = {key: value for key, value in said.items() if key not in EXPERTS}
+    if any(name in fields.values for name in expert_keys(family)):
+        said.pop(family.experts_key, None)
     if any(fields.has(name) for name in ROPES):
         said.pop("rope_parameters", None)
         return ConfigFields({**said, **fields.values}, fields.where)
