@@ -675,6 +675,28 @@ GROUPS = (
         ),
     ),
     Group(
+        "data/token_bytes",
+        ("data/test_token_bytes.py",),
+        (
+            ('== ["ByteLevel"]', '!= ["ByteLevel"]'),
+            ("if known else None", "if known else token.encode()[:1]"),
+            ("token = token.replace(mark, text)", "token = token.replace(text, mark)"),
+        ),
+    ),
+    Group(
+        "endpoint/text_flow",
+        ("data/test_token_bytes.py",),
+        (
+            ("self._count if waits or not new else", "self._count if not new else"),
+            ("self._count if waits or not new else", "self._count if waits else"),
+        ),
+    ),
+    Group(
+        "metrics/series",
+        ("metrics/test_series.py",),
+        (("<= n / 1000 for", "<= n for"), ("if u != v), default=inf)", "if u != v), default=0)")),
+    ),
+    Group(
         "sampler/batch/kv_budget",
         ("sampler/batch/test_host_parts.py",),
         (

@@ -33,7 +33,7 @@ def test_labels_of_an_axis_have_as_many_digits_as_say_each_tick():
     assert tick_labels([999.5, 1000.0, 1000.5]) == ["999.5", "1,000.0", "1,000.5"]
     assert tick_labels([2000000.0, 2000002.5]) == ["2,000,000.0", "2,000,002.5"]
     assert tick_labels([1e-20, 1e-10, 0.3, 1000.0]) == ["1e-20", "1e-10", "0.3", "1,000"]
-    assert tick_labels([5.0]) == ["5"]
+    assert tick_labels([1234.6]) == ["1,235"]
     assert tick_labels([0.0, 2e-6, 4e-6]) == ["0", "2e-06", "4e-06"]
     assert tick_labels([1000.0, 1000.5, 1001.0]) == ["1,000.0", "1,000.5", "1,001.0"]
     assert tick_labels([1.23456e-5, 1.23457e-5]) == ["1.23456e-05", "1.23457e-05"]
