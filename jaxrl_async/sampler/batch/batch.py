@@ -378,6 +378,7 @@ class Batch:
             started.versions,
             block.full_logprobs,
             block.kept,
+            extras={slot for slot, r in started.running.items() if r.request.extras},
         )
         self._routes.take(block.routes, block.owners, spans, self.slots)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)

@@ -4,7 +4,7 @@ S slots, decoding and reserve. The device treats both alike: each block's argume
 that decode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,8 +112,12 @@ class Slots:
         version: int | IntArray,
         full_logprobs: FloatArray | None = None,
         kept: Any = None,
+        extras: Collection[int] = (),
     ) -> list[Span]:
         """Add a block's tokens [R, block] to their slots; return what each slot drew.
+
+        full_logprobs and kept are stored for the slots in `extras` alone: the mask of a request
+        that leaves no token out would be its whole vocabulary, 4 bytes an id, for each token.
 
         A slot's first token was drawn from logits computed before the block and has their version;
         the others have the block's: `version`, of all slots or [S] of each.
@@ -133,9 +137,9 @@ class Slots:
             self.logprobs[slot, begin:end] = logprobs.reshape(-1)[taken]
             self.versions[slot, begin:end] = versions[slot]
             self.versions[slot, begin] = self.logits_versions[slot]
-            if full_logprobs is not None:
+            if full_logprobs is not None and slot in extras:
                 self.full_logprobs[slot, begin:end] = full_logprobs.reshape(-1)[taken]
-            if kept is not None:
+            if kept is not None and slot in extras:
                 words = kept.reshape(-1, kept.shape[-1])[taken]
                 self.kept[slot] += [unpacked_bits(row) for row in words]
             self.logits_versions[slot] = versions[slot]

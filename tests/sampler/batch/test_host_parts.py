@@ -153,6 +153,21 @@ def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
     assert slots.lengths.tolist() == [3, 0, 5]
 
 
+def test_masks_are_stored_for_the_requests_that_ask_for_them_alone() -> None:
+    form = form_with(page_tokens=4)
+    slots = Slots(2, max_new=8, form=form)
+    for slot in (0, 1):
+        slots.occupy(slot, 2, table_of(form, [slot + 1]), version=4)
+    drawn, full = tokens(3, 5).reshape(2, 1), np.array([[-0.5], [-0.7]], np.float32)
+    words = np.array([0b101000, 2**32 - 1], np.uint32).reshape(2, 1, 1)  # [R, block, V / 32]
+    owners = tokens(0, 1).reshape(2, 1)
+    slots.take(drawn, full, owners, 4, full, words, extras={0})
+    assert [[ids.tolist() for ids in of] for of in slots.kept] == [[[3, 5]], []]
+    own = slots.output(0, extras=True)
+    assert own.kept is not None and own.kept.ids.tolist() == [3, 5]
+    assert own.full_logprobs is not None and own.full_logprobs.tolist() == [-0.5]
+
+
 def test_bits_come_back_as_token_ids() -> None:
     assert unpacked_bits(np.array([0b1001, 1 << 31], np.uint32)).tolist() == [0, 3, 63]
 
