@@ -88,8 +88,8 @@ class AlgorithmSection(Section):
     """How the token losses are averaged into one number."""
     keep_sampling_mask: bool | None = None
     """Take the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p left to
-    draw from; null: yes, if one of these leaves any out. false there: over the whole vocabulary,
-    with a biased ratio."""
+    draw from; null: yes, if one of these leaves any out and pairs.loss, which has no ratio, is
+    null. false there: over the whole vocabulary, with a biased ratio."""
     keep_routing: bool = False
     """Replay the sampler's choice of experts in the trainer (R3, routing replay);
     mixture-of-experts models only."""

@@ -145,8 +145,11 @@ class Config(Section):
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether sampling masks go with the tokens to the trainer."""
-        return self.sampler.truncates and self.algorithm.keep_sampling_mask is not False
+        """Whether sampling masks go with the tokens to the trainer; by default not where pairs are
+        learnt, whose loss is of whole distributions and has no ratio."""
+        wanted = self.algorithm.keep_sampling_mask
+        wanted = self.pairs.loss is None if wanted is None else wanted
+        return self.sampler.truncates and wanted
 
     @property
     def lowest_limit(self) -> int:

@@ -200,6 +200,16 @@ def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, wan
     assert said is None or said in caplog.text
 
 
+@pytest.mark.parametrize(("keep", "wanted"), [(None, False), (True, True), (False, False)])
+def test_pairs_have_no_ratio_and_are_compared_over_the_whole_vocabulary(caplog, keep, wanted):
+    config = schema.Config(
+        sampler=schema.SamplerSection(top_p=0.9),
+        algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
+        pairs=schema.PairsSection(loss="dpo"),
+    )
+    assert keeps_masks(config) is wanted and not caplog.messages
+
+
 def test_a_dense_model_has_no_routing_to_keep(tmp_path: Path):
     wishes = [f"run.dir={tmp_path}", "algorithm.keep_routing=true"]
     with pytest.raises(ConfigError, match=r"the qwen3 model .* is dense.*keep_routing=false"):

@@ -318,7 +318,7 @@ def keeps_masks(config: Config) -> bool:
             "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
             "the whole vocabulary to draw from"
         )
-    if s.truncates and not config.keeps_masks:
+    if s.truncates and not config.keeps_masks and config.pairs.loss is None:
         log.warning(
             "sampler.top_k=%d, top_p=%g, min_p=%g cut the distribution that tokens are drawn from, "
             "while the trainer takes log-probs over the whole vocabulary: the ratio is biased, see "
