@@ -112,7 +112,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The sampling mask of each drawn token: the token ids with a probability above 0."""
+    """The sampling mask of each drawn token: the token ids with a probability above 0. A token
+    without any was drawn from the whole vocabulary."""
 
     ids: IntArray  # [sum of kept tokens] int32, ascending for each drawn token
     starts: IntArray  # [drawn + 1] int32: those of token t are ids[starts[t] : starts[t + 1]]

@@ -108,9 +108,10 @@ def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 
 
 def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """Report how many tokens each token was drawn from; nothing without sampling masks."""
+    """Report how many tokens each token was drawn from, if not from the whole vocabulary; nothing
+    without sampling masks."""
     masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
-    drawn = sum(len(m.starts) - 1 for m in masks)
+    drawn = sum(int(np.count_nonzero(np.diff(m.starts))) for m in masks)
     return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
 
 

@@ -67,7 +67,8 @@ def sequence_bits(
 
 
 def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
-    """Return each token's mask as np.packbits(mask, bitorder="little") does: [drawn, bytes]."""
+    """Return each token's mask as np.packbits(mask, bitorder="little") does: [drawn, bytes]; all
+    bits where it holds no id (KeptTokens)."""
     if len(kept.ids) and not 0 <= kept.ids.min() <= kept.ids.max() < vocab:
         raise DataError(
             f"a sampling mask holds token ids from {kept.ids.min()} to {kept.ids.max()}, but the "
@@ -86,7 +87,9 @@ def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
     if len(firsts):
         values = np.left_shift(1, kept.ids & 7, dtype=np.uint8, casting="unsafe")
         flat[places[firsts]] = np.bitwise_or.reduceat(values, firsts)
-    return flat.reshape(drawn, width)
+    bits = flat.reshape(drawn, width)
+    bits[np.diff(kept.starts) == 0] = ALL_BITS
+    return bits
 
 
 def sequence_experts(expert_ids: IntArray | None, length: int, routing: Routing) -> IntArray:

@@ -64,6 +64,15 @@ def packed(
     return pack_groups([group_of(*episodes)], advantages, 16, sampler_columns=columns, **kw)
 
 
+def test_a_mask_without_ids_leaves_no_token_out():
+    kept = KeptTokens(ids=np.array([1, 9], np.int32), starts=np.array([0, 0, 2, 2], np.int32))
+    bits = np.unpackbits(mask_bits(kept, 16), axis=-1, bitorder="little").astype(bool)
+    assert bits[[0, 2]].all() and np.flatnonzero(bits[1]).tolist() == [1, 9]
+    episode, _ = episode_of([True] * 3, 0)
+    report = group_measures([group_of(replace(episode, kept=kept))], 1)
+    assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not drawn from all"
+
+
 turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
 
 

@@ -30,6 +30,7 @@ from jaxrl_async.errors import CheckpointError
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
 from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
+from jaxrl_async.run.checkpoint.resumed_masks import with_masks
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.player import OrderedPrompts
@@ -216,7 +217,7 @@ def resumed(
     tell_of_changes(saved.loop.get("digests"), digests, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
-    whole = loads(saved.rollouts, ROLLOUT_KINDS)
+    whole = with_masks(loads(saved.rollouts, ROLLOUT_KINDS), saved, config, checkpoints.directory)
     share = local_share(whole, lockstep)
     prompts.restore(saved.loop["prompts"][lockstep.player])
     return StartingPoint(

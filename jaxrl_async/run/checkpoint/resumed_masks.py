@@ -1,0 +1,83 @@
+"""The sampling masks of a resumed run's answers that were sampled without any."""
+
+import logging
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from jaxrl_async.config.sampler_section import SamplerSection
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import CheckpointError
+from jaxrl_async.run.checkpoint.store import Saved
+from jaxrl_async.types import Completion, Episode, KeptTokens
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def with_masks(state: T, saved: Saved, config: Config, folder: Path) -> T:
+    """Return what a checkpoint holds of the rollouts with a sampling mask for each drawn token, if
+    the run keeps masks.
+
+    Tokens that were sampled from the whole vocabulary get a mask that leaves none out. Raise
+    CheckpointError if others have none: what could be sampled is not known any more.
+    """
+    if not config.keeps_masks or not (missing := _num_missing(state)):
+        return state
+    sampler = (yaml.safe_load(saved.loop.get("config", "")) or {}).get("sampler", {})
+    cuts = {key: sampler[key] for key in ("top_k", "top_p", "min_p") if key in sampler}
+    if SamplerSection.model_validate(cuts).truncates:
+        listed = ", ".join(f"sampler.{key}={value:g}" for key, value in cuts.items())
+        raise CheckpointError(
+            f"{folder / str(saved.step)}: {missing} answers that are not learnt yet were sampled "
+            f"with {listed} and without sampling masks, which algorithm.keep_sampling_mask (null: "
+            "true with these) asks for now. Resume with algorithm.keep_sampling_mask=false, as "
+            "the run was, or choose another run.name; model.path=.../policy starts from a "
+            "finished run's weights."
+        )
+    log.warning(
+        "%d answers that are not learnt yet were sampled from the whole vocabulary: the sampling "
+        "masks that are kept from now on leave out none of their tokens",
+        missing,
+    )
+    filled: T = _filled(state)
+    return filled
+
+
+def _lacks(value: Any) -> bool:
+    return isinstance(value, Episode | Completion) and value.kept is None and _num_drawn(value) > 0
+
+
+def _num_drawn(value: Episode | Completion) -> int:
+    return value.num_drawn if isinstance(value, Episode) else len(value.token_ids)
+
+
+def _num_missing(value: Any) -> int:
+    """Count the episodes and turns without masks in these records."""
+    return int(_lacks(value)) + sum(_num_missing(part) for part in _parts(value).values())
+
+
+def _filled(value: Any) -> Any:
+    """Return the records with masks that leave no token out where they had none."""
+    if _lacks(value):
+        starts = np.zeros(_num_drawn(value) + 1, np.int32)
+        return replace(value, kept=KeptTokens(ids=np.zeros(0, np.int32), starts=starts))
+    if isinstance(value, tuple):
+        return tuple(_filled(part) for part in value)
+    changed = {
+        name: new for name, part in _parts(value).items() if (new := _filled(part)) is not part
+    }
+    return replace(value, **changed) if changed else value
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return the records within a record or tuple."""
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {}
