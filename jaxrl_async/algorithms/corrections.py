@@ -83,9 +83,16 @@ def weighs(choices: Choices | None) -> bool:
 
 
 def default_correction(loss: Choice, anchor: str) -> Choice:
-    """Return the correction that a loss declares as its default."""
+    """Return the correction that a loss declares as its default. Raise ConfigError if it has no
+    such anchor."""
     defaults = token_loss.facts(loss).correction
-    return defaults.proximal if anchor == "proximal" else defaults.behavior
+    chosen = defaults.proximal if anchor == "proximal" else defaults.behavior
+    if chosen is None:
+        raise ConfigError(
+            f"algorithm.loss={name_of(loss)} has no anchor but the policy that drew the tokens. "
+            "Set algorithm.anchor=behavior, or another loss."
+        )
+    return chosen
 
 
 def correction_of(algorithm: AlgorithmSection) -> Choices:

@@ -6,7 +6,8 @@ loss nor gradient.
 A loss looks at the ratio r = policy / anchor. With `algorithm.anchor=behavior` the anchor is the
 distribution that drew the token, and r is the whole importance ratio. With `proximal` it is the
 policy at the start of the step, and the corrections (corrections.py) take care of proximal /
-behaviour: decoupled PPO (AReaL, arXiv:2505.24298). Any loss here can thus be decoupled.
+behaviour: decoupled PPO (AReaL, arXiv:2505.24298). Any loss here can thus be decoupled but those
+whose weight is a function of the whole ratio (topr, vespo).
 """
 
 from collections.abc import Callable, Mapping
@@ -100,7 +101,7 @@ class DefaultCorrections(NamedTuple):
     """
 
     behavior: Choice = "truncate_token"
-    proximal: Choice = "truncate_token"
+    proximal: Choice | None = "truncate_token"  # None: the loss has no such anchor
 
 
 OPEN_RATIO = DefaultCorrections()
@@ -109,8 +110,9 @@ OWN_BOUND = DefaultCorrections(behavior="none")
 """The loss bounds its ratio per token, or how far it may move the token's probability."""
 OWN_MEAN_BOUND = DefaultCorrections(behavior="none", proximal={"truncate": {"level": "geometric"}})
 """The loss bounds a ratio that is the geometric mean over the sequence."""
-OWN_PRODUCT_BOUND = DefaultCorrections(behavior="none", proximal="seq_tis")
-"""The loss bounds a ratio that is the product over the sequence."""
+OWN_PRODUCT_BOUND = DefaultCorrections(behavior="none", proximal=None)
+"""The loss weighs by a function of the product over the sequence of policy / behaviour: a factor
+for a part of that ratio would weigh answers otherwise, those too that have no ratio in it."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
 """The loss has no importance weight, whatever drew the token."""
 
@@ -207,7 +209,7 @@ def gspo(x: TokenInputs, *, clip_low: UpTo1 = 3e-4, clip_high: Above0 = 4e-4) ->
     Each token has its sequence's ratio s, so a sequence is clipped as a whole. The gradient of the
     sequence's summed loss at each of its tokens is -s mean(A): on-policy -A, if A is constant over
     the sequence. GSPO, Zheng et al. 2025 (arXiv:2507.18071), eq. 5 to 7; with
-    aggregate=mean_over_sequence it is the paper's objective.
+    aggregate=sequence_mean it is the paper's objective.
     """
     ratio = jnp.exp(mean_over_sequence(log_ratio(x), x.mask, x.segment_ids))
     objective, clipped = _surrogate(ratio, _advantages(x), clip_low, clip_high)
@@ -409,6 +411,9 @@ def cross_entropy(x: TokenInputs) -> TokenLoss:
 
 
 token_loss.check_known(function_facts.WITHOUT_RATIO, lambda facts: facts.correction == NO_RATIO)
+token_loss.check_known(
+    function_facts.AGAINST_BEHAVIOR, lambda facts: facts.correction.proximal is None
+)
 
 # --- parts ----------------------------------------------------------------------------------------
 

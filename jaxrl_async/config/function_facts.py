@@ -26,6 +26,9 @@ MASKS_EPISODES = frozenset({"mask_truncated", "overlong_filter"})
 """Shapings that may mask whole episodes."""
 WITHOUT_RATIO = frozenset({"gpg"})
 """Losses without a ratio: where nothing is corrected, no anchor is looked at."""
+AGAINST_BEHAVIOR = frozenset({"topr", "vespo"})
+"""Losses whose weight is a function of the whole ratio to the policy that drew the tokens: they
+have no other anchor."""
 WHOLE_VOCABULARY = frozenset({"full"})
 """KL estimators over the whole vocabulary, which are a term of the loss alone."""
 WITHOUT_GRADIENT = frozenset({"k1"})

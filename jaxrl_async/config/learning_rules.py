@@ -143,6 +143,19 @@ def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
+def a_loss_of_whole_ratios_has_the_behavior_as_anchor(config: Config) -> Iterator[str]:
+    """Refuse a proximal anchor for losses that weigh by the whole ratio of policy to behaviour."""
+    a, name = config.algorithm, name_of(config.algorithm.loss)
+    if a.anchor == "proximal" and name in facts.AGAINST_BEHAVIOR and config.pairs.loss is None:
+        yield (
+            f"algorithm.loss={name} weighs an answer by its whole ratio to the policy that drew "
+            "it, and with algorithm.anchor=proximal a ratio begins at the policy that starts the "
+            "step: positive answers would not weigh what its paper says. Set "
+            "algorithm.anchor=behavior, or another loss."
+        )
+
+
+@rule(job="rl")
 def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers per group for advantages that compare them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)

@@ -22,6 +22,7 @@ from jaxrl_async.algorithms.preflight import (
     effective_weights,
     with_correction,
 )
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import AlgorithmSection, Config, TeacherSection
 from jaxrl_async.errors import ConfigError
 
@@ -418,23 +419,38 @@ def test_a_loss_of_sequences_has_no_ratio_of_a_token(loss, x):
     np.testing.assert_allclose(found, [[1.0, 1.0]], rtol=1e-5)
 
 
-OF_SEQUENCES = {"gspo": mean_of, "gspo_token": mean_of, "geo_mean": mean_of, "topr": product_of,
-                "vespo": product_of}  # fmt: skip
+OF_SEQUENCES = {"gspo": mean_of, "gspo_token": mean_of, "geo_mean": mean_of}
+WHOLE_RATIOS = {"topr", "vespo"}
 
 
-@pytest.mark.parametrize("loss", sorted(token_loss))
+@pytest.mark.parametrize("correction", [None, "none", "seq_tis"])
+@pytest.mark.parametrize("loss", sorted(WHOLE_RATIOS))
+def test_a_loss_of_whole_ratios_refuses_a_proximal_anchor_by_name(loss, correction):
+    """With 1 for R against the proximal policy, a good answer weighed its ratio before, not 1."""
+    algorithm = {"loss": loss, "anchor": "proximal", "correction": correction}
+    with pytest.raises(ConfigError, match=rf"loss={loss} weighs.*Set algorithm\.anchor=behavior"):
+        check_rules(Config(algorithm=algorithm))
+    with pytest.raises(ConfigError, match=f"loss={loss} has no anchor but"):
+        default_correction(loss, "proximal")
+
+
+@pytest.mark.parametrize("loss", sorted(set(token_loss) - WHOLE_RATIOS))
 def test_against_the_proximal_policy_what_lies_before_is_truncated_at_the_losss_own_level(loss):
     """The loss's own ratio is 1 there; gpg does without any."""
     found = effective_weights(AlgorithmSection(loss=loss, anchor="proximal"), SEQUENCES)
     weight = np.minimum(OF_SEQUENCES.get(loss, lambda r: r)(SEQUENCES), 2.0)
     expected = np.ones(SEQUENCES.shape) if loss == "gpg" else weight
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    assert (loss in OF_SEQUENCES) == (token_loss.facts(loss).ratio_of == "sequence")
+
+
+def test_the_losses_of_sequences_are_these():
+    of = {loss for loss in token_loss if token_loss.facts(loss).ratio_of == "sequence"}
+    assert of == {*OF_SEQUENCES, *WHOLE_RATIOS}
 
 
 def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
     for loss in token_loss:
-        for anchor in ("behavior", "proximal"):
+        for anchor in ("behavior", *(["proximal"] if loss not in WHOLE_RATIOS else [])):
             choice = default_correction(loss, anchor)
             of_token = token_loss.facts(loss).ratio_of == "token"
             assert not weighs(choice) or (level_of(choice) == "token") == of_token, loss
@@ -483,7 +499,7 @@ def test_the_recorded_configuration_says_which_correction_is_used():
     assert used() == "truncate_token" and used(loss="cispo") == "none"
     assert used(loss="gspo") == "none"
     assert used(loss="gspo", anchor="proximal") == {"truncate": {"level": "geometric"}}
-    assert used(loss="topr", anchor="proximal") == "seq_tis"
+    assert used(loss="topr") == "none"
     assert used(loss="topr", correction=["tis", "opsm"]) == ["tis", "opsm"]
     assert used(loss="somewhere.py:mine") == "truncate_token"
     assert used(job="sft") is None

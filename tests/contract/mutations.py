@@ -141,7 +141,6 @@ GROUPS = (
                 'proximal={"truncate": {"level": "geometric"}}',
                 'proximal={"truncate": {"level": "sequence"}}',
             ),
-            ('behavior="none", proximal="seq_tis"', 'behavior="none", proximal="tis"'),
         ),
     ),
     Group(
