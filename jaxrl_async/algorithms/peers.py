@@ -98,7 +98,8 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
     """Estimate the advantages among the episodes that are compared (StepData.compared).
 
     All others get 0, and so do all of a group with fewer than `least` that are compared. With rloo
-    it is RLOO-N of Marin (MarinSkyRL, compute_rloo_n_outcome_advantage).
+    it is RLOO-N of Marin (MarinSkyRL, compute_rloo_n_outcome_advantage). Returns are for a critic,
+    which algorithm.baseline=unmasked refuses (preflight.check_algorithm): they are left out.
     """
     if data.compared is None:
         return advantage(data)
@@ -107,7 +108,6 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
     advantages = [[np.zeros(len(e.drawn), np.float32) for e in g.episodes] for g in data.groups]
     if parts:
         learnt = advantage(picked(data, parts))
-        assert learnt.returns is None, "a critic's returns are of all episodes"
         for (group, of), found in zip(parts, learnt.advantages, strict=True):
             for index, values in zip(of, found, strict=True):
                 advantages[group][index] = values

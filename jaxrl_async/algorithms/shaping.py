@@ -24,7 +24,8 @@ from jaxrl_async.algorithms.peers import by_peers, classes_of, picked, split_gro
 from jaxrl_async.algorithms.registry import Above0, AtLeast0, Finite, Registry, Whole, rule
 from jaxrl_async.config import function_facts
 from jaxrl_async.config.schema import Choice, arguments_of
-from jaxrl_async.types import BoolArray, EpisodeGroup, StopReason
+from jaxrl_async.errors import DataError
+from jaxrl_async.types import LARGEST_REWARD, BoolArray, EpisodeGroup, StopReason
 
 T = TypeVar("T")
 
@@ -68,6 +69,26 @@ def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
     for function in functions:
         shaped = function(shaped)
     return shaped if parts is data else _rejoined(shaped, data.groups)
+
+
+def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
+    """Return the shaping so that it raises DataError, with its name, where it makes a reward that
+    is not a finite number of at most LARGEST_REWARD: of a larger one no square is finite."""
+
+    def shaping_within_bounds(shaped: Shaped) -> Shaped:
+        done: Shaped = function(shaped)
+        tokens = [values for of_group in done.data.token_rewards or () for values in of_group]
+        for values in (*done.data.rewards, *tokens):
+            wrong = ~(np.abs(values) <= LARGEST_REWARD)  # NaN is wrong, too
+            if wrong.any():
+                raise DataError(
+                    f"algorithm.shaping = {choice!r} made a reward of {values[wrong][0]:g}. It "
+                    f"must leave finite numbers of at most {LARGEST_REWARD:g}: correct the "
+                    "function or its arguments."
+                )
+        return done
+
+    return shaping_within_bounds
 
 
 def _rejoined(shaped: Shaped, groups: Sequence[EpisodeGroup]) -> Shaped:

@@ -35,7 +35,7 @@ from jaxrl_async.algorithms.objective import (
     pass_columns,
 )
 from jaxrl_async.algorithms.process_age import within_age
-from jaxrl_async.algorithms.shaping import ShapingFn, compare_unmasked, shape, shaping
+from jaxrl_async.algorithms.shaping import ShapingFn, bounded, compare_unmasked, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
@@ -123,7 +123,8 @@ class Learner:
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
         self._shapings: tuple[ShapingFn, ...] = tuple(
-            _lent(shaping.resolve(choice), choice) for choice in self._algorithm.shaping
+            bounded(_lent(shaping.resolve(choice), choice), choice)
+            for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
         self.sights: list[TokenSight] = []  # of the last step, if they are kept

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async import codec
-from jaxrl_async.algorithms.advantages import StepData, advantage, step_data
+from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantage, step_data
 from jaxrl_async.algorithms.peers import (
     by_peers,
     compared_with_peers,
@@ -232,6 +232,19 @@ def test_a_group_of_which_too_few_are_left_learns_nothing_and_is_counted() -> No
     assert numbers(data, "rloo", 4)[0] == [0, 0, 0, 0] and num_too_few(data, 4) == 4
     assert any(numbers(data, "rloo", 4)[1]) and num_too_few(data, 2) == 1
     assert num_too_few(replace(data, compared=None), 9) == 0
+
+
+def test_returns_of_an_estimator_without_a_critic_are_left_out() -> None:
+    """A user's own may give them, and no critic learns them."""
+    data = masked([[1.0, 0.0, 1.0]], [(2,)])
+
+    def mine(data: StepData) -> StepAdvantages:
+        found = advantage["group_mean"](data)
+        return replace(found, returns=found.advantages)
+
+    found = compared_with_peers(data, mine, trunk="group")
+    assert found.returns is None
+    assert [float(a.max() + a.min()) for a in found.advantages[0]] == [0.5, -0.5, 0.0]
 
 
 def test_seats_are_compared_without_their_masked_answers() -> None:

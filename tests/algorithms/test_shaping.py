@@ -1,6 +1,8 @@
 """Shaping: against the papers' formulas, and what holds for any step."""
 
 import dataclasses
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 
 from jaxrl_async.algorithms.advantages import step_data
 from jaxrl_async.algorithms.shaping import (
+    bounded,
     has_signal,
     shape,
     shaping,
     soft_overlong_penalty,
 )
+from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -218,6 +222,22 @@ def test_downsampling_takes_token_rewards_and_values_along():
         strict=True,
     ):
         assert a is b and len(a) == len(e.token_ids) == len(m)
+
+
+@pytest.mark.parametrize("made", [1e300, -1e31, float("inf"), float("nan")])
+def test_a_shaping_may_not_make_a_reward_without_a_finite_square(made):
+    """Scorers may not give one: its spread would be infinite, and its advantage 0."""
+
+    def mine(shaped):
+        rewards = tuple(np.where(r > 0, made, r) for r in shaped.data.rewards)
+        return replace(shaped, data=replace(shaped.data, rewards=rewards))
+
+    step, name = step_data([group([1.0, 0.0])]), "mine.py:wild"
+    with pytest.raises(
+        DataError, match=rf"'{name}' made a reward of .*{re.escape(f'{made:g}')}.*at most 1e\+30"
+    ):
+        shape(step, [bounded(mine, name)])
+    assert shape(step_data([group([0.0, 0.0])]), [bounded(mine, name)]).counts == {}
 
 
 def test_a_signal_is_a_difference_of_rewards_or_of_a_named_part():

@@ -106,6 +106,8 @@ def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
         (["reference.ema=0.9"], "reference.ema (0.9) is read by nothing without algorithm.kl_c"),
         (["critic.path=somewhere"], "read by nothing without algorithm.advantage=gae"),
         (["algorithm.dynamic_sampling=true", "algorithm.group_size=1"], "always are"),
+        (["algorithm.loss=topr", "algorithm.anchor=proximal"], "whole ratio to the policy that"),
+        (["algorithm.loss=vespo", "algorithm.anchor=proximal"], "loss=vespo weighs an answer"),
         (
             ["algorithm.supervised_coefficient=0.1", "sampler.temperature=0.7"],
             "worked answers are learnt at 1",
@@ -328,6 +330,9 @@ BROKEN = {
     "a_kl_in_the_reward_is_not_blown_up": {"algorithm": {"kl_in": "reward", "kl_coefficient": 0.1}},
     "the_learning_rate_reaches_its_peak": {"trainer": {"warmup_steps": 101}},
     "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
+    "a_loss_of_whole_ratios_has_the_behavior_as_anchor": {
+        "algorithm": {"loss": "topr", "anchor": "proximal"}
+    },
     "a_group_has_answers_to_compare": {"algorithm": {"group_size": 1}},
     "enough_answers_can_be_compared": {
         "algorithm": {"baseline": "unmasked", "least_compared": 9, "shaping": ("mask_truncated",)}

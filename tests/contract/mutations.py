@@ -246,6 +246,18 @@ GROUPS = (
         (("version < self._settings.critic_warmup", "version < self._settings.critic_warmup - 1"),),
     ),
     Group(
+        "trainer/learner",
+        (
+            "trainer/test_learner.py::test_tokens_are_counted_once_however_many_epochs_and_while_the_critic_warms_up",
+        ),
+        (("1 if warming else algorithm.epochs", "algorithm.epochs"),),
+    ),
+    Group(
+        "trainer/learner",
+        ("trainer/test_learner.py::test_worked_answers_are_counted_once_in_several_epochs",),
+        (('"train/sequences", "supervised/tokens", ', '"train/sequences", '),),
+    ),
+    Group(
         "trainer/step_data",
         (
             "trainer/test_minibatches.py::test_mini_batches_have_as_many_sequences_and_nearly_as_many_tokens",

@@ -468,6 +468,28 @@ def test_a_critic_learns_the_returns_and_the_policy_waits_for_its_warm_up() -> N
     assert learner.critic_state is not None and int(learner.critic_state.step) == 2 * 8
 
 
+def test_tokens_are_counted_once_however_many_epochs_and_while_the_critic_warms_up() -> None:
+    """Warming up, the policy is measured once while the critic learns every epoch."""
+    sampled = sum(e.num_drawn for g in GROUPS for e in g.episodes)
+    learner = learner_of(
+        algorithm={"advantage": "gae", "epochs": 3}, companions=critic_parts(), critic_warmup=1
+    )
+    for version in range(2):
+        stats = moved(learner, version=version)
+        assert stats["critic/warming"] == (version == 0)
+        assert stats["train/tokens"] == stats["critic/tokens"] == sampled
+        assert stats["train/sequences"] == sum(len(g.episodes) for g in GROUPS)
+
+
+def test_worked_answers_are_counted_once_in_several_epochs() -> None:
+    pair = (np.arange(3, 11, dtype=np.int32), np.arange(8) >= 3)
+    learner = learner_of(
+        algorithm={"supervised_coefficient": 1.0, "supervised_batch": 2, "epochs": 3},
+        companions={"pairs": iter(lambda: pair, None)},
+    )
+    assert moved(learner)["supervised/tokens"] == 2 * 5
+
+
 def test_worked_answers_mixed_in_are_learnt_beside_the_policys_own() -> None:
     answer = np.arange(3, 11, dtype=np.int32)
     pair = (answer, np.arange(8) >= 3)
