@@ -355,10 +355,12 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Put host arrays on the devices of a sharding.
+    """Put host arrays on the devices of a sharding. What is no array yet, but can be made one, is
+    made here, so that as little of it as possible is held at a time.
 
     If other processes own some of the devices, all processes must pass the same arrays.
     """
+    tree = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 

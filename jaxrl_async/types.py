@@ -327,7 +327,7 @@ class PackedBatch:
     offsets: IntArray | None = None
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 says that token v could be drawn
     # here; all bits are set outside drawn tokens. None: any token (algorithm.keep_sampling_mask)
-    kept: NDArray[np.uint8] | None = None
+    kept: Any = None  # uint8; packed, a trainer.sparse_bits.SparseBits, which np.asarray makes so
     # [rows, length, layers, k] int8 or int16: the experts of the token at t; -1 where unknown.
     # None: algorithm.keep_routing is off
     expert_ids: ExpertIds | None = None

@@ -21,11 +21,12 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
+from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits, joined_masks
 from jaxrl_async.trainer.token_columns import (
     NO_SAMPLER_COLUMNS,
     SamplerColumns,
-    sequence_bits,
     sequence_experts,
+    sequence_masks,
 )
 from jaxrl_async.types import (
     NOT_DRAWN,
@@ -103,8 +104,13 @@ def pack(
                 column.reshape(-1)[laid.there] = (
                     values if name in laid.columns else values[laid.tokens]
                 )
-        _write_choices(batch, sequences, sampler_columns, laid)
-    return batch
+    masks = _masks_of(sequences, sampler_columns)
+    if lengths:
+        _write_choices(batch, sequences, sampler_columns, laid, masks)
+    if sampler_columns.mask_vocab is None:
+        return batch
+    kept = SparseBits(joined_masks(masks), batch.kept, sampler_columns.mask_vocab)
+    return replace(batch, kept=kept)
 
 
 def pack_groups(
@@ -194,10 +200,12 @@ def micro_batches(batch: PackedBatch, sizes: MicroSizes) -> list[PackedBatch]:
     ]
 
 
-def split(array: NDArray[Any], sizes: MicroSizes, fill: Any) -> list[NDArray[Any]]:
+def split(array: Any, sizes: MicroSizes, fill: Any) -> list[Any]:
     """Return parts of these sizes along axis 0, the last filled up with `fill`; at least one."""
     cover = sizes.cover(len(array))
     missing = sum(cover) - len(array)
+    if isinstance(array, SparseBits):
+        return [replace(array, index=part) for part in split(array.index, sizes, NO_MASK)]
     padding = np.full((missing, *array.shape[1:]), fill, array.dtype)
     *whole, last = np.split(array, np.cumsum(cover)[:-1])
     return [*whole, np.concatenate([last, padding])]
@@ -296,7 +304,11 @@ def _columns(sequences: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
 
 
 def _write_choices(
-    batch: PackedBatch, sequences: Sequence[TrainSequence], wanted: SamplerColumns, laid: _Laid
+    batch: PackedBatch,
+    sequences: Sequence[TrainSequence],
+    wanted: SamplerColumns,
+    laid: _Laid,
+    masks: Sequence[KeptTokens],
 ) -> None:
     """Write the sampler's columns, sequence by sequence: a token may have thousands of numbers."""
     if wanted == NO_SAMPLER_COLUMNS:
@@ -304,18 +316,35 @@ def _write_choices(
     ends = np.cumsum([len(s.token_ids) for s in sequences])
     begins = ends - [len(s.token_ids) for s in sequences]
     bounds = np.searchsorted(laid.tokens, [begins, ends])  # laid tokens ascend
-    for sequence, begin, first, last in zip(sequences, begins, *bounds, strict=True):
+    before = np.cumsum([0, *(len(m.starts) - 1 for m in masks)]).tolist()
+    for index, (sequence, begin, first, last) in enumerate(
+        zip(sequences, begins, *bounds, strict=True)
+    ):
         own, there = laid.tokens[first:last] - begin, laid.there[first:last]
-        for name, values in _sampler_columns(sequence, wanted).items():
+        at = before[index] if masks else 0
+        for name, values in _sampler_columns(sequence, wanted, at).items():
             column = getattr(batch, name)
             column.reshape(-1, *column.shape[2:])[there] = values[own]
+
+
+def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> list[KeptTokens]:
+    """Return each sequence's masks, if masks are packed. Raise DataError if they do not fit."""
+    vocab = wanted.mask_vocab
+    if vocab is None:
+        return []
+    return [sequence_masks(s.kept, s.token_ids, _drawn(s), vocab) for s in sequences]
+
+
+def _drawn(sequence: TrainSequence) -> BoolArray:
+    """Return the tokens that have masks."""
+    return sequence.mask if sequence.drawn is None else sequence.drawn
 
 
 def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape behind [rows, length] and the dtype of each of the sampler's columns."""
     layout: dict[str, tuple[tuple[int, ...], Any]] = {}
     if columns.mask_vocab is not None:
-        layout["kept"] = (-(-columns.mask_vocab // 8),), np.uint8
+        layout["kept"] = (), np.int64  # as SparseBits.index
     if columns.routing is not None:
         routing = columns.routing
         layout["expert_ids"] = (routing.layers, routing.chosen), routing.dtype
@@ -325,12 +354,17 @@ def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
     return layout
 
 
-def _sampler_columns(sequence: TrainSequence, wanted: SamplerColumns) -> dict[str, NDArray[Any]]:
-    """Return one sequence's part of the sampler's columns. Raise DataError if it does not fit."""
+def _sampler_columns(
+    sequence: TrainSequence, wanted: SamplerColumns, before: int
+) -> dict[str, NDArray[Any]]:
+    """Return one sequence's part of the sampler's columns. Raise DataError if it does not fit.
+
+    before: masks of the sequences before it.
+    """
     columns: dict[str, NDArray[Any]] = {}
-    drawn = sequence.mask if sequence.drawn is None else sequence.drawn
+    drawn = _drawn(sequence)
     if wanted.mask_vocab is not None:
-        columns["kept"] = sequence_bits(sequence.kept, sequence.token_ids, drawn, wanted.mask_vocab)
+        columns["kept"] = np.where(drawn, np.cumsum(drawn) - 1 + before, NO_MASK)
     if wanted.routing is not None:
         length = len(sequence.token_ids)
         columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)
@@ -346,7 +380,11 @@ def _empty(rows: int, length: int, layout: dict[str, tuple[tuple[int, ...], Any]
     shapes = {c.name: ((), c.dtype) for c in PACKED if not c.optional} | layout
     return PackedBatch(
         **{
-            name: np.full((rows, length, *per_token), COLUMNS[name].fill, dtype)
+            name: np.full(
+                (rows, length, *per_token),
+                NO_MASK if name == "kept" else COLUMNS[name].fill,
+                dtype,
+            )
             for name, (per_token, dtype) in shapes.items()
         }
     )

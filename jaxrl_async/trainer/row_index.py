@@ -5,7 +5,7 @@ episode's own order. A token that several contexts share lies in one of them, it
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.trainer.prefix_plan import PrefixKey, plan_rows, prefix_key
+from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, PackedBatch
 
 
@@ -162,11 +163,11 @@ def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKe
     )
 
 
-def moved(
-    values: NDArray[Any], to: RowPlaces, fill: Any = 0, *, of_context: bool = False
-) -> NDArray[Any]:
+def moved(values: Any, to: RowPlaces, fill: Any = 0, *, of_context: bool = False) -> Any:
     """Return the values [rows, length, ...] in other rows; `fill` in padding and, if they are not
     also of_context, where another context shares a token."""
+    if isinstance(values, SparseBits):
+        return replace(values, index=moved(values.index, to, NO_MASK, of_context=of_context))
     taken = values.reshape(-1, *values.shape[2:])[to.places]
     taken[to.places < 0 if of_context else ~to.own] = fill
     return taken

@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxrl_async.algorithms.columns import ALL_BITS, UNKNOWN_EXPERT
+from jaxrl_async.algorithms.columns import UNKNOWN_EXPERT
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import BoolArray, IntArray, KeptTokens
@@ -28,12 +27,13 @@ class SamplerColumns(NamedTuple):
 
 
 NO_SAMPLER_COLUMNS = SamplerColumns()
+NO_MASKS = KeptTokens(ids=np.zeros(0, np.int32), starts=np.zeros(1, np.int32))
 
 
-def sequence_bits(
+def sequence_masks(
     kept: KeptTokens | None, token_ids: IntArray, drawn: BoolArray, vocab: int
-) -> NDArray[np.uint8]:
-    """Return a sequence's sampling masks [length, ceil(vocab / 8)], as in PackedBatch.kept.
+) -> KeptTokens:
+    """Return the masks of a sequence's drawn tokens.
 
     Raise DataError if the masks are missing, do not fit, or exclude a token that was drawn.
 
@@ -44,9 +44,8 @@ def sequence_bits(
         vocab: size of the vocabulary.
     """
     places = np.flatnonzero(drawn)
-    bits = np.full((len(token_ids), -(-vocab // 8)), ALL_BITS, np.uint8)
     if not len(places):
-        return bits
+        return NO_MASKS
     if kept is None or len(kept.starts) - 1 != len(places):
         masked = "no tokens" if kept is None else f"{len(kept.starts) - 1} tokens"
         raise DataError(
@@ -54,42 +53,29 @@ def sequence_bits(
             "algorithm.keep_sampling_mask needs a sampler that gives Completion.kept for every "
             "token; set it to false for any other."
         )
-    bits[places] = mask_bits(kept, vocab)
-    targets = token_ids[places]
-    excluded = np.flatnonzero((bits[places, targets >> 3] >> (targets & 7)) & 1 == 0)
-    if len(excluded):
-        raise DataError(
-            f"token {targets[excluded[0]]} at index {places[excluded[0]]} of an episode was drawn, "
-            "but its sampling mask excludes it. The sampler's Completion.kept must contain every "
-            "drawn token; correct the sampler or set algorithm.keep_sampling_mask=false."
-        )
-    return bits
-
-
-def mask_bits(kept: KeptTokens, vocab: int) -> NDArray[np.uint8]:
-    """Return each token's mask as np.packbits(mask, bitorder="little") does: [drawn, bytes]; all
-    bits where it holds no id (KeptTokens)."""
     if len(kept.ids) and not 0 <= kept.ids.min() <= kept.ids.max() < vocab:
         raise DataError(
             f"a sampling mask holds token ids from {kept.ids.min()} to {kept.ids.max()}, but the "
             f"vocabulary has {vocab}. Give the sampler and the trainer the same model."
         )
-    drawn, width = len(kept.starts) - 1, -(-vocab // 8)
-    tokens = np.repeat(np.arange(drawn), np.diff(kept.starts))
-    if (np.diff(tokens * vocab + kept.ids) <= 0).any():
+    counts = np.diff(kept.starts)
+    keys = np.repeat(np.arange(len(places)), counts) * vocab + kept.ids
+    if (np.diff(keys) <= 0).any():
         raise DataError(
             "a sampling mask holds token ids out of order or twice. The sampler's KeptTokens.ids "
             "must ascend for each drawn token; correct the sampler."
         )
-    places = tokens * width + (kept.ids >> 3)
-    firsts = np.flatnonzero(np.diff(places, prepend=-1))  # of the ids that share a byte
-    flat = np.zeros(drawn * width, np.uint8)
-    if len(firsts):
-        values = np.left_shift(1, kept.ids & 7, dtype=np.uint8, casting="unsafe")
-        flat[places[firsts]] = np.bitwise_or.reduceat(values, firsts)
-    bits = flat.reshape(drawn, width)
-    bits[np.diff(kept.starts) == 0] = ALL_BITS
-    return bits
+    wanted = np.arange(len(places)) * vocab + token_ids[places]
+    found = np.append(keys, -1)[np.searchsorted(keys, wanted)]
+    excluded = np.flatnonzero((counts > 0) & (found != wanted))
+    if len(excluded):
+        place = places[excluded[0]]
+        raise DataError(
+            f"token {token_ids[place]} at index {place} of an episode was drawn, "
+            "but its sampling mask excludes it. The sampler's Completion.kept must contain every "
+            "drawn token; correct the sampler or set algorithm.keep_sampling_mask=false."
+        )
+    return kept
 
 
 def sequence_experts(expert_ids: IntArray | None, length: int, routing: Routing) -> IntArray:

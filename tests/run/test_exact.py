@@ -121,7 +121,7 @@ def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
     compute = jax.jit(partial(token_logprobs, SPEC, settings=settings))
     logprobs, errors, entropies = {}, {}, {}
     for keep, b in ((True, batch), (False, unmasked(batch))):
-        tokens = TokenRows(b.token_ids, b.positions, b.segment_ids, b.kept)
+        tokens = TokenRows(b.token_ids, b.positions, b.segment_ids, np.asarray(b.kept))
         logprobs[keep], entropies[keep] = map(np.asarray, compute(params, tokens)[:2])
         errors[keep] = np.abs(logprobs[keep] - b.behavior_logprobs)
     for place, kind in enumerate(played):

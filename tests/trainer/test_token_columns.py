@@ -1,5 +1,6 @@
 """Sampling masks and expert ids beside the packed tokens: nothing is lost, moved or made up."""
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
-from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, mask_bits, sequence_bits
+from jaxrl_async.trainer.sparse_bits import SparseBits
+from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, sequence_masks
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
 VOCAB, ROUTING = 29, Routing(layers=3, chosen=2, dtype=np.int8)
@@ -66,11 +68,34 @@ def packed(
 
 def test_a_mask_without_ids_leaves_no_token_out():
     kept = KeptTokens(ids=np.array([1, 9], np.int32), starts=np.array([0, 0, 2, 2], np.int32))
-    bits = np.unpackbits(mask_bits(kept, 16), axis=-1, bitorder="little").astype(bool)
+    sparse = SparseBits(kept, np.arange(3)[None], 16)
+    bits = np.unpackbits(np.asarray(sparse)[0], axis=-1, bitorder="little").astype(bool)
     assert bits[[0, 2]].all() and np.flatnonzero(bits[1]).tolist() == [1, 9]
     episode, _ = episode_of([True] * 3, 0)
     report = group_measures([group_of(replace(episode, kept=kept))], 1)
     assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not drawn from all"
+
+
+def test_a_packed_step_holds_ids_and_its_micro_batches_alone_are_made_bits():
+    """As bits these 400 tokens of a vocabulary of 4 million would be 200 MB."""
+    drawn, vocab = np.arange(400) > 0, 4_000_000
+    ids = np.arange(399, dtype=np.int32) * 10_000
+    episode = replace(
+        episode_of([True] * 399, 0)[0],
+        token_ids=np.concatenate([[0], ids]).astype(np.int32),
+        kept=KeptTokens(ids=ids, starts=np.arange(400, dtype=np.int32)),
+    )
+    columns = SamplerColumns(mask_vocab=vocab)
+    tracemalloc.start()
+    batch = pack_groups([group_of(episode)], [[drawn.astype(np.float32)]], 400, None, (), columns)
+    parts = micro_batches(batch, MicroSizes((1,)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6 and parts[0].kept.nbytes == 400 * vocab // 8
+    few = replace(parts[0].kept, index=parts[0].kept.index[:, :3])
+    bits = np.unpackbits(np.asarray(few)[0], axis=-1, bitorder="little")
+    assert bits[0].all() and np.flatnonzero(bits[1]).tolist() == [0]
+    assert np.flatnonzero(bits[2]).tolist() == [10_000]
 
 
 turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
@@ -84,7 +109,9 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
     seen = 0
     for part in parts:
         assert part.kept.shape == (rows, 16, 4) and part.kept.dtype == np.uint8
-        bits = np.unpackbits(part.kept, axis=-1, bitorder="little")[..., :VOCAB].astype(bool)
+        bits = np.unpackbits(np.asarray(part.kept), axis=-1, bitorder="little")[..., :VOCAB].astype(
+            bool
+        )
         assert bits[~part.mask].all(), "nothing is refused where nothing was drawn"
         assert part.expert_ids.dtype == np.int8
         assert (part.expert_ids[part.segment_ids == 0] == -1).all()
@@ -101,7 +128,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
 def test_what_is_drawn_but_not_learnt_keeps_its_mask():
     episode, mask = episode_of([True, True, False, True], 0)
     batch = packed(episode, masks=[[np.array([0, 0, 1, 0, 1], bool)]])
-    bits = np.unpackbits(batch.kept[0, :5], axis=-1, bitorder="little")[:, :VOCAB]
+    bits = np.unpackbits(np.asarray(batch.kept)[0, :5], axis=-1, bitorder="little")[:, :VOCAB]
     np.testing.assert_array_equal(bits[episode.drawn], mask)
 
 
@@ -130,15 +157,15 @@ def test_masks_that_do_not_fit_are_refused():
     tokens, drawn = np.array([3, 4, 5], np.int32), np.array([False, True, True])
     mask = np.ones((2, VOCAB), bool)
     with pytest.raises(DataError, match="2 drawn tokens has sampling masks for 1 tokens"):
-        sequence_bits(kept_of(mask[:1]), tokens, drawn, VOCAB)
+        sequence_masks(kept_of(mask[:1]), tokens, drawn, VOCAB)
     with pytest.raises(DataError, match="ids from 0 to 28, but the vocabulary has 8"):
-        mask_bits(kept_of(mask), 8)
+        sequence_masks(kept_of(mask), tokens, drawn, 8)
     twice = KeptTokens(ids=np.array([4, 4, 5], np.int32), starts=np.array([0, 2, 3], np.int32))
     with pytest.raises(DataError, match="out of order or twice"):
-        sequence_bits(twice, tokens, drawn, VOCAB)
+        sequence_masks(twice, tokens, drawn, VOCAB)
     mask[1, 5] = False
     with pytest.raises(DataError, match="token 5 at index 2 of an episode was drawn, but its"):
-        sequence_bits(kept_of(mask), tokens, drawn, VOCAB)
+        sequence_masks(kept_of(mask), tokens, drawn, VOCAB)
 
 
 def test_experts_that_do_not_fit_are_refused_and_those_not_told_are_chosen_freely():

@@ -96,7 +96,7 @@ class PolicyObjective:
         return [
             DeviceBatch(
                 **{name: getattr(micro, name) for name in PACKED},
-                **{name: of_micro[index] for name, of_micro in parts.items()},  # type: ignore[arg-type]
+                **{name: of_micro[index] for name, of_micro in parts.items()},
             )
             for index, micro in enumerate(micro_batches(data.batch, sizes))
         ]
