@@ -280,6 +280,18 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/sparse_bits",
+        ("trainer/test_token_columns.py",),
+        (("        bits[counts == 0] = ALL_BITS\n", ""),),
+    ),
+    Group(
+        "sampler/batch/slots",
+        (
+            "sampler/batch/test_host_parts.py::test_masks_are_stored_for_the_requests_that_ask_for_them_alone",
+        ),
+        (("if kept is not None and slot in extras", "if kept is not None"),),
+    ),
+    Group(
         "trainer/row_index",
         (
             "trainer/test_shared_prefixes.py::test_mini_batches_share_anew_and_learn_each_token_once",
