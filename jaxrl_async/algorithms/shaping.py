@@ -77,7 +77,8 @@ def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
 
     def shaping_within_bounds(shaped: Shaped) -> Shaped:
         done: Shaped = function(shaped)
-        tokens = [values for of_group in done.data.token_rewards or () for values in of_group]
+        of_groups = done.data.token_rewards or ()
+        tokens = [values for group in of_groups for values in group if values is not None]
         for values in (*done.data.rewards, *tokens):
             wrong = ~(np.abs(values) <= LARGEST_REWARD)  # NaN is wrong, too
             if wrong.any():
