@@ -79,7 +79,7 @@ def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
         done: Shaped = function(shaped)
         of_groups = done.data.token_rewards or ()
         tokens = [values for group in of_groups for values in group if values is not None]
-        for values in (*done.data.rewards, *tokens):
+        for values in map(np.asarray, (*done.data.rewards, *tokens)):
             wrong = ~(np.abs(values) <= LARGEST_REWARD)  # NaN is wrong, too
             if wrong.any():
                 raise DataError(
