@@ -202,8 +202,9 @@ def test_a_thread_whose_join_is_interrupted_is_left_behind(monkeypatch) -> None:
 
 def test_ctrl_c_while_a_program_waits_at_its_exit_ends_it_without_a_traceback() -> None:
     program = """
-import threading, time
+import signal, threading, time
 from jaxrl_async.left_threads import leave_behind
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits none
 thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 thread.start()
 leave_behind(thread)
