@@ -72,6 +72,8 @@ CHOICE = re.compile(r"\W*[A-J]\W*")
 """One of several choices: (B)."""
 SUM = re.compile(r"\W*\d[\d.,]*(?:\s*[-+*×]\s*\d[\d.,]*)+\W*")
 """Arithmetic whose result may follow: 40 + 2."""
+LONG_LINE = 200
+"""Characters; no heading has so many."""
 HEADING = re.compile(
     r"\W*(?:(?:step|part|case|phase)\b|\d+[.):]\s+[A-Za-z]|.*:\W*$)", re.IGNORECASE
 )
@@ -123,7 +125,7 @@ def find_answer(text: str) -> Answer | None:
         return None if held is None else Answer(held, "box")
     before, mark, behind = text.rpartition("####")
     first = behind.strip().partition("\n")[0]
-    is_heading = HEADING.match(first) is not None
+    is_heading = len(first) < LONG_LINE and HEADING.match(first) is not None
     if mark and VALUE.search(first) and not is_heading:
         return Answer(behind, "####")
     said = _said(text, len(before))
