@@ -16,12 +16,10 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.scorers.process_pool import ProcessPool, import_path
 
 log = logging.getLogger(__name__)
 
@@ -100,30 +98,8 @@ class _Process:
         process.wait()
 
 
-class _Processes:
-    """A pool of processes; the one returned last is lent next. Thread safe."""
-
-    def __init__(self, most: int) -> None:
-        self._places = threading.BoundedSemaphore(most)
-        self._free = [_Process() for _ in range(most)]
-
-    @contextmanager
-    def one(self) -> Iterator[_Process]:
-        """Lend a process to this thread, waiting until one is free."""
-        with self._places:
-            process = self._free.pop()
-            try:
-                yield process
-            finally:
-                self._free.append(process)
-
-    def close(self) -> None:
-        """End the processes that are not lent; each restarts when needed."""
-        for process in list(self._free):
-            process.close()
-
-
-_PROCESSES = _Processes(MAX_PROCESSES)  # shared, because starting one takes a second of CPU
+# shared, because starting one takes a second of CPU
+_PROCESSES = ProcessPool([_Process() for _ in range(MAX_PROCESSES)])
 
 
 def _started() -> "subprocess.Popen[str]":
@@ -132,7 +108,7 @@ def _started() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+        env={**os.environ, "PYTHONPATH": import_path()},
         start_new_session=True,  # Ctrl-C is for the run, which may still evaluate
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.errors import RefusedScore
@@ -23,7 +24,7 @@ from jaxrl_async.scorers.reward_arguments import (
     answer_of,
     answers_of,
 )
-from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score
+from jaxrl_async.types import Episode, Message, Prompt, Score
 
 QUESTIONS = ("question", "prompt", "messages")
 """Columns that may hold the question, by default: the first that is there does."""
@@ -38,7 +39,7 @@ class RewardCall:
     prompt: Prompt
     episodes: tuple[Episode, ...]
     texts: tuple[str, ...]  # what the policy sampled in each
-    last_texts: tuple[str, ...]  # of it the last turn's
+    last_texts: tuple[str, ...]  # of it the last turn's, where the episode has messages
     asks: tuple[str, ...] = QUESTIONS  # columns that may hold the question
     step: int = 0  # updates that the newest weights have had
     max_steps: int = 0  # of the run
@@ -156,8 +157,9 @@ def conversation(call: RewardCall, place: int) -> list[dict[str, Any]]:
     return [*plain_messages(asked), *answer_messages(call, place)]
 
 
-def last_turn(episode: Episode) -> IntArray:
-    """Return the tokens that the policy sampled last, without a break between them."""
+def last_turn(episode: Episode) -> NDArray[np.intp]:
+    """Return the places of the tokens that the policy sampled last, without a break between
+    them."""
     places = np.flatnonzero(episode.drawn)
     breaks = np.flatnonzero(np.diff(places) > 1)
-    return episode.token_ids[places[breaks[-1] + 1 :] if len(breaks) else places]
+    return places[breaks[-1] + 1 :] if len(breaks) else places

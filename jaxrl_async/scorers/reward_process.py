@@ -18,7 +18,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 from jaxrl_async import codec
 from jaxrl_async.config.userfile import LOADING, LoadedSoFar, end_loading, is_own
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError
+from jaxrl_async.scorers.process_pool import ProcessPool, close_all, import_path
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
 from jaxrl_async.tasks.usercode import TooLate, told
@@ -90,9 +90,8 @@ class RewardProcesses:
     def __init__(self, most: int) -> None:
         """Start none yet."""
         end_loading()
-        self._free = [_Process() for _ in range(most)]
-        self._places, self._lock = threading.BoundedSemaphore(most), threading.Lock()
-        weakref.finalize(self, _end_all, self._free)
+        self._pool = ProcessPool([_Process() for _ in range(most)])
+        weakref.finalize(self, close_all, self._pool.free)
 
     def ask(
         self, source: Source, call: RewardCall, timeout_s: float
@@ -101,24 +100,12 @@ class RewardProcesses:
 
         Raises TooLate after timeout_s, RolloutError if the function raised or ended its process.
         """
-        with self._places:
-            with self._lock:
-                process = self._free.pop()
-            try:
-                return process.ask(source, call, timeout_s)
-            finally:
-                with self._lock:
-                    self._free.append(process)
+        with self._pool.one() as process:
+            return process.ask(source, call, timeout_s)
 
     def close(self) -> None:
         """End the processes that are not at work; each starts again when it is needed."""
-        with self._lock:
-            _end_all(self._free)
-
-
-def _end_all(processes: "Sequence[_Process]") -> None:
-    for process in processes:
-        process.end()
+        self._pool.close()
 
 
 class _Process:
@@ -151,7 +138,7 @@ class _Process:
         logged = [(str(name), float(value)) for name, value in reply["logged"]]
         return list(reply["scores"]), logged
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process and whatever it has started, at once. Idempotent."""
         popen, self._popen = self._popen, None
         self._loaded.clear()
@@ -178,11 +165,11 @@ class _Process:
             (length,) = LENGTH.unpack(self._read(LENGTH.size, until))
             reply = codec.loads(memoryview(self._read(length, until)))
         except TooLate:
-            self.end()
+            self.close()
             raise
         except (BrokenPipeError, EOFError):
             code = _code_of(popen)
-            self.end()
+            self.close()
             raise RolloutError(
                 f"ended its process, {code}. Correct the function; what it wrote is on the screen."
             ) from None
@@ -194,13 +181,17 @@ class _Process:
 
     def _start(self) -> None:
         self._replies, to_run = os.pipe()
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "jaxrl_async.scorers.reward_process", str(to_run)],
                 stdin=subprocess.PIPE,
                 pass_fds=[to_run],
-                env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", LOADING: "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": import_path(),
+                    "JAX_PLATFORMS": "cpu",
+                    LOADING: "1",
+                },
                 start_new_session=True,  # Ctrl-C is for the run
             )
         except BaseException:

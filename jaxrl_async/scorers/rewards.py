@@ -155,11 +155,15 @@ class RewardScorer:
         other than a reward, or takes longer than timeout_s for a call, and if no function applies
         to an answer that nothing else rewards.
         """
+        texts = tuple(self._decode(e.token_ids[e.drawn]) for e in episodes)
         whole = RewardCall(
             prompt=prompt,
             episodes=episodes,
-            texts=tuple(self._decode(e.token_ids[e.drawn]) for e in episodes),
-            last_texts=tuple(self._decode(last_turn(e)) for e in episodes),
+            texts=texts,
+            last_texts=tuple(
+                self._decode(e.token_ids[last_turn(e)]) if e.messages else text
+                for e, text in zip(episodes, texts, strict=True)
+            ),
             asks=self._asks,
             step=self.version(),
             max_steps=self._max_steps,
@@ -214,12 +218,12 @@ class RewardScorer:
                 work = functools.partial(called, judge.function, arguments, call, log)
                 if is_async(judge.function):
                     work = functools.partial(awaited, judge.function, arguments, call, log)
-                    return _scores((await run_async(work, self._timeout_s)).get())
+                    return list((await run_async(work, self._timeout_s)).get())
                 result = (await self._threads.run(work, self._timeout_s)).get()
                 if inspect.isawaitable(result):  # a lambda around an async function
                     again = functools.partial(_awaited, result, arguments, call)
                     result = (await run_async(again, self._timeout_s)).get()
-                return _scores(result)
+                return list(result)
             except TooLate as late:
                 what = "the group" if arguments.whole_group else "one answer"
                 lock = f" {LOCKED}" if late.overdue_s > LOCKED_S and not self._sources else ""
@@ -237,7 +241,7 @@ class RewardScorer:
         scores, logged = outcome.get()
         for name, value in logged:
             log(name, value)
-        return _scores(scores)
+        return list(scores)
 
 
 LOCKED_S = 1.0
@@ -251,10 +255,6 @@ async def _awaited(
     result: Awaitable[Any], arguments: RewardArguments, call: RewardCall
 ) -> list[Score | None]:
     return scores_of(await result, arguments, call)
-
-
-def _scores(scores: Any) -> list[Score | None]:
-    return list(scores)
 
 
 def _each(call: RewardCall) -> list[RewardCall]:
@@ -292,9 +292,7 @@ def _graded_text(
             return decode(token_ids)
         return marks[int(token_ids[last])] + decode(token_ids[last + 1 :])
 
-    places = np.flatnonzero(episode.drawn)
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    turn = places[breaks[-1] + 1 :] if len(breaks) and episode.num_turns > 1 else places
+    turn = last_turn(episode) if episode.num_turns > 1 else np.flatnonzero(episode.drawn)
     text = text_of(episode.token_ids[turn])
     first = int(turn[0]) if len(turn) else 0
     opened = opened_thinking(text_of(episode.token_ids[max(0, first - OPENING_TOKENS) : first]))

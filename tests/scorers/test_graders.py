@@ -303,7 +303,7 @@ def test_mathematics_is_compared_from_any_thread_in_a_few_processes():
 
 def test_a_process_that_is_killed_is_an_error_and_not_a_verdict():
     assert math("\\boxed{4/2}", "2") == {"correct": 1}
-    process = mathprocess._PROCESSES._free[-1]._process
+    process = mathprocess._PROCESSES.free[-1]._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RolloutError, match="lost the process that compares mathematics"):
@@ -314,7 +314,7 @@ def test_a_process_that_is_killed_is_an_error_and_not_a_verdict():
 def test_the_process_ends_with_the_run():
     code = (
         "from jaxrl_async.scorers import mathprocess as m; "
-        "print(m.same_mathematics('1/2', '0.5'), m._PROCESSES._free[-1]._process.pid)"
+        "print(m.same_mathematics('1/2', '0.5'), m._PROCESSES.free[-1]._process.pid)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     verdict, pid = done.stdout.split()

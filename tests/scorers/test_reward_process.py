@@ -222,7 +222,7 @@ def test_a_process_whose_run_was_killed_ends():
     (score,) = asyncio.run(scorer((answer("a"),), record()))
     del processes, source
     pid = int(score.reward)
-    (process,) = scorer._processes._free
+    (process,) = scorer._processes._pool.free
     process._popen.stdin.close()  # as at the end of the run's process
     assert process._popen.wait(30) == 0
     with pytest.raises(ProcessLookupError):

@@ -61,13 +61,12 @@ def _judging(config: Config, task: Task) -> Iterator[str]:
     weights = config.reward.weights if config.reward.function is not None else {}
     yield repr([*weights.values()])
     for name in (*weights, config.reward.process.function or ""):
-        file = Path(name.rpartition(":")[0])
-        readable = is_own(name) and file.is_file()
-        yield (
-            f"{name.rpartition(':')[2]} {hashlib.sha256(file.read_bytes()).hexdigest()}"
-            if (readable)
-            else name
-        )
+        path, _, function = name.rpartition(":")
+        file = Path(path)
+        if is_own(name) and file.is_file():
+            yield f"{function} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+        else:
+            yield name
     for judge in (*task.rewards, task.environment, task.game, task.program):
         if judge is not None:
             yield "\n".join(code_of(judge))

@@ -1,0 +1,56 @@
+"""A pool of processes that judge answers, one thread at each. Needs no JAX."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+
+class Closes(Protocol):
+    """A process that starts when it is first needed, and again after it ended."""
+
+    def close(self) -> None:
+        """End the process if it runs."""
+        ...
+
+
+ProcessT = TypeVar("ProcessT", bound=Closes)
+
+
+class ProcessPool(Generic[ProcessT]):
+    """Processes that are lent to threads; the one returned last is lent next. Thread safe."""
+
+    def __init__(self, processes: Sequence[ProcessT]) -> None:
+        """Lend none yet."""
+        self.free = list(processes)
+        self._places, self._lock = threading.BoundedSemaphore(len(processes)), threading.Lock()
+
+    @contextmanager
+    def one(self) -> Iterator[ProcessT]:
+        """Lend a process to this thread, waiting until one is free."""
+        with self._places:
+            with self._lock:
+                process = self.free.pop()
+            try:
+                yield process
+            finally:
+                with self._lock:
+                    self.free.append(process)
+
+    def close(self) -> None:
+        """End the processes that are not lent; each restarts when needed."""
+        with self._lock:
+            close_all(self.free)
+
+
+def close_all(processes: Sequence[Closes]) -> None:
+    """End these processes."""
+    for process in processes:
+        process.close()
+
+
+def import_path() -> str:
+    """Return the PYTHONPATH with which another process finds what this one imports."""
+    return os.pathsep.join(p or os.getcwd() for p in sys.path)
