@@ -12,8 +12,14 @@ def spell(ids):
 
 
 def answer(text, stop=StopReason.EOS, **more):
-    ids = [ord("q"), *map(ord, text), *([EOS] if stop is StopReason.EOS else [])]
-    drawn = np.arange(len(ids)) > 0
+    """The policy's one turn, behind a token of the prompt."""
+    return episode(b"q", text + (chr(EOS) if stop is StopReason.EOS else ""), stop=stop, **more)
+
+
+def episode(*parts, stop=StopReason.EOS, **more):
+    """Strings are drawn, bytes are not."""
+    ids = [ord(c) if isinstance(c, str) else c for part in parts for c in part]
+    drawn = np.array([isinstance(part, str) for part in parts for _ in part])
     return Episode(
         token_ids=np.array(ids, np.int32),
         drawn=drawn,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lettered import episode
 from tokenizers import AddedToken
 
 from jaxrl_async.config.rules import check_rules
@@ -40,19 +41,6 @@ def prompt(text="1+1=", reference="2", **columns):
     ids = np.array([ord(c) for c in text], np.int32)
     return Prompt(
         prompt_id=7, position=3, token_ids=ids, text=text, reference=reference, columns=columns
-    )
-
-
-def episode(*parts, stop=StopReason.EOS):
-    """Strings are drawn, bytes are not."""
-    ids = [ord(c) if isinstance(c, str) else c for part in parts for c in part]
-    drawn = np.array([isinstance(part, str) for part in parts for _ in part])
-    return Episode(
-        token_ids=np.array(ids, np.int32),
-        drawn=drawn,
-        logprobs=np.where(drawn, -0.5, 0).astype(np.float32),
-        versions=np.where(drawn, 4, -1).astype(np.int32),
-        stop=stop,
     )
 
 
