@@ -1,6 +1,6 @@
-"""The built-in task `calculator` with worked conversations before each question.
+"""The built-in task `calculator` with demonstrations before each question.
 
-SmolLM2's chat template has no place for tools: the system message and two worked conversations
+SmolLM2's chat template has no place for tools: the system message and two demonstrations
 tell the model how to call one.
 """
 

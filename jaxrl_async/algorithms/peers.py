@@ -115,7 +115,7 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
 
 
 def num_too_few(data: StepData, least: int) -> int:
-    """Count the episodes that are compared and learn nothing, for want of others."""
+    """Count the episodes that are compared and learn nothing, because there are no others."""
     if data.compared is None:
         return 0
     parts = by_peers(data_with_references(data)).compared or ()

@@ -146,7 +146,7 @@ class Config(Section):
     @property
     def keeps_masks(self) -> bool:
         """Whether sampling masks go with the tokens to the trainer; by default not where pairs are
-        learnt, whose loss is of whole distributions and has no ratio."""
+        trained on, whose loss is of whole distributions and has no ratio."""
         wanted = self.algorithm.keep_sampling_mask
         wanted = self.pairs.loss is None if wanted is None else wanted
         return self.sampler.truncates and wanted
