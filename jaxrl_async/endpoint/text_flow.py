@@ -28,15 +28,16 @@ class Characters:
 
     def __init__(self) -> None:
         """Begin without bytes."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._count = 0  # of whole characters
+        self._count = 0  # of the characters that no further byte changes
+        self._open = b""  # what follows them
 
     def place(self, new: bytes) -> int:
         """Take more bytes; return the number of the character that the first one is in."""
-        self._count += len(self._decoder.decode(new[:1]))
-        waits = bool(self._decoder.getstate()[0])  # the first byte is in a character without end
-        place = self._count if waits or not new else self._count - 1
-        self._count += len(self._decoder.decode(new[1:]))
+        place = self._count
+        if new:
+            place += len((self._open + new[:1]).decode("utf-8", "replace")) - 1
+        whole, used = codecs.utf_8_decode(self._open + new, "replace", False)
+        self._count, self._open = self._count + len(whole), (self._open + new)[used:]
         return place
 
 

@@ -710,8 +710,8 @@ GROUPS = (
         "endpoint/text_flow",
         ("data/test_token_bytes.py",),
         (
-            ("self._count if waits or not new else", "self._count if not new else"),
-            ("self._count if waits or not new else", "self._count if waits else"),
+            ("(self._open + new[:1])", "new[:1]"),
+            ("        if new:\n            place +=", "        if True:\n            place +="),
         ),
     ),
     Group(

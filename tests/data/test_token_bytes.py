@@ -142,6 +142,7 @@ def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
         (b"\xe2\xe2\x82\xac", [0, 1, 1, 1]),
         (b"\xf0\x9f\x98\x80\x80a", [0, 0, 0, 0, 1, 2]),
         (b"\xff\xfea\xc3", [0, 1, 2, 3]),
+        (b"\xed\xa0\x80a", [0, 1, 2, 3]),  # half of a surrogate pair
     ],
 )
 def test_bytes_that_are_no_character_have_places_of_their_own(text, places):
