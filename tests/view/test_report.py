@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.view.report import ALL_POINTS, main, within, write_report
+from jaxrl_async.view.report import ALL_POINTS, main, page, within, write_report
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS
 from jaxrl_async.view.summary import age_mean, ages, dropped, faults, tiles
 from jaxrl_async.view.watched import WatchedRun
@@ -243,3 +244,16 @@ def test_the_command_refuses_a_folder_that_is_not_there(tmp_path, capsys):
     assert main([]) == 2
     with pytest.raises(DataError):
         write_report(tmp_path / "none")
+
+
+def test_no_two_modules_of_the_page_declare_one_name():
+    """A report holds them all in one script, in which a second declaration ends everything."""
+    script = parse(page({})).scripts[-1]
+    begins = r"^(const|let|class|(?:async )?function\*?) ([^;{(]*)"
+    names = [
+        name
+        for _, line in re.findall(begins, script, re.MULTILINE)
+        for name in re.findall(r"(?:^|, )(\w+)(?= =|$)", line.strip())
+    ]
+    assert {"HEIGHT", "BAR", "LANE_GAP", "shown"} <= set(names)
+    assert not [name for name, times in Counter(names).items() if times > 1]

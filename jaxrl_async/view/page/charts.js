@@ -1,7 +1,7 @@
 // Curves of several runs: smoothed, as bands of seeds, logarithmic, close up. Drawn by uPlot.
 
 const HEIGHT = 190;
-const AXIS = 54;
+const NARROWEST = 54;
 const SYNC = "steps";
 
 export const colorOf = (number) =>
@@ -74,7 +74,7 @@ function axisWidth(plot, labels, index) {
   plot.ctx.font = axis.font[0];
   const widths = (labels ?? []).map((label) => plot.ctx.measureText(label).width);
   plot.ctx.restore();
-  return Math.max(AXIS, Math.max(0, ...widths) / uPlot.pxRatio + axis.gap + axis.ticks.size);
+  return Math.max(NARROWEST, Math.max(0, ...widths) / uPlot.pxRatio + axis.gap + axis.ticks.size);
 }
 
 /** Return what is drawn: [{label, steps, values, color, dash, hidden}], and the bands between. */
