@@ -82,8 +82,21 @@ class RolloutTimeout(RolloutError, TimeoutError):
     """An environment or a scorer took longer than its limit."""
 
 
+class Away(RolloutError):
+    """A service that plays or judges does not answer for now; the same call may succeed later."""
+
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        """wait_s: what the service asks for, seconds; None: it does not say."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 class EndpointMisset(RolloutError):
     """An endpoint that judges or plays will serve no call as it is set up: the run ends."""
+
+
+class OutageTooLong(EndpointMisset):
+    """A service has been away for longer than the run waits for it: the run ends."""
 
 
 class RefusedScore(RolloutError):

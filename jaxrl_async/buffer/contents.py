@@ -22,6 +22,8 @@ class BufferStats:
     trained: int  # taken by the trainer since the start, groups; each counts once
     dropped: dict[str, int]  # since the start, groups by reason (a Drop)
     kept: int = 0  # trained on, to be used again
+    barren: int = 0  # finished without a signal since the last one that was kept
+    no_signal: str = ""  # what those were like, for people
     reused: int = 0  # uses after the first since the start
     mean_kept_tokens: float = 0.0  # drawn tokens per episode that was trained on
     mean_dropped_tokens: float = 0.0  # the same of dropped ones: compare, to see a bias by length
@@ -80,6 +82,7 @@ class Tally:
     trained: int = 0
     reused: int = 0
     resampled: int = 0  # groups without a signal since the last draw
+    barren: int = 0  # groups without a signal since the last one that was kept
     dropped: Counter[Drop] = field(default_factory=Counter)
     kept_tokens: RunningMean = field(default_factory=RunningMean)
     dropped_tokens: RunningMean = field(default_factory=RunningMean)

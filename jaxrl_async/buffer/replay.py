@@ -43,6 +43,9 @@ from jaxrl_async.staleness import (
 )
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
+HOPELESS = 10
+"""As many steps' worth of groups without a signal, in a row, end the run by default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSettings:
@@ -56,7 +59,10 @@ class BufferSettings:
     reuse: int = 1  # steps that may train on one group
     rank: Rank = strict  # which of the groups that may be drawn come first
     has_signal: Callable[[EpisodeGroup], bool] = lambda group: True  # others are dropped when put
-    max_resampled: int = 0  # groups without a signal in one step that end the run; 0: no limit
+    # groups without a signal in one step that end the run; None: HOPELESS steps' worth without one
+    # that is kept; 0: no limit
+    max_resampled: int | None = None
+    wants_pairs: bool = False  # no signal is also: no pair
 
     @property
     def waits(self) -> bool:
@@ -160,9 +166,11 @@ class ReplayBuffer:
             self._note(put=number)
             if not self._settings.has_signal(group):
                 self._contents.tally.resampled += 1
+                self._contents.tally.barren += 1
                 self._drop(group, Drop.NO_SIGNAL, self._live)
                 return Drop.NO_SIGNAL
             self._contents.put(group)
+            self._contents.tally.barren = 0
             self._changed.notify_all()
             return None
 
@@ -215,8 +223,8 @@ class ReplayBuffer:
         """Take one step's groups, fresh ones first; block until they are ready.
 
         What is too old or from the future is dropped, counted and reported. Raises Closed,
-        TimeoutError after timeout_s, and TrainingError if more than max_resampled groups had no
-        signal.
+        TimeoutError after timeout_s, and TrainingError if too many groups had no signal
+        (max_resampled).
         """
         start = self._clock()
         with self._changed:
@@ -322,6 +330,8 @@ class ReplayBuffer:
                 trained=tally.trained,
                 dropped={reason.value: count for reason, count in tally.dropped.items()},
                 kept=len(contents.kept),
+                barren=tally.barren,
+                no_signal=self._no_signal() if tally.barren else "",
                 reused=tally.reused,
                 mean_kept_tokens=tally.kept_tokens.mean,
                 mean_dropped_tokens=tally.dropped_tokens.mean,
@@ -428,15 +438,31 @@ class ReplayBuffer:
         self._changed.notify_all()
 
     def _raise_if_hopeless(self) -> None:
-        resampled, most = self._contents.tally.resampled, self._settings.max_resampled
-        if most and resampled > most:
-            raise TrainingError(
-                f"{resampled} groups since the last step had no signal (all rewards equal), "
-                f"more than algorithm.max_resampled ({most}): the prompts are too "
-                "easy or too hard for the policy, or the reward is constant. Look at the rewards "
-                "in samples.jsonl, change the data or raise algorithm.group_size; "
-                "algorithm.dynamic_sampling=false, without pairs.loss, trains on such groups too."
-            )
+        settings, tally = self._settings, self._contents.tally
+        wanted, most = settings.groups_per_step, settings.max_resampled
+        if most is None and tally.barren >= HOPELESS * wanted:
+            since = f"{tally.barren} groups in a row, {HOPELESS} steps' worth,"
+            limit = "Set algorithm.max_resampled to wait for longer"
+        elif most and tally.resampled > most:
+            since = f"{tally.resampled} groups since the last step"
+            limit = f"Raise algorithm.max_resampled ({most}) to wait for longer"
+        else:
+            return
+        raise TrainingError(
+            f"{since} had no signal ({self._no_signal()}): the prompts are too easy or too hard "
+            "for the policy, or the reward is constant. Look at the rewards in samples.jsonl, "
+            "change the data or raise algorithm.group_size; algorithm.dynamic_sampling=false, "
+            f"without pairs.loss, trains on such groups too. {limit}."
+        )
+
+    def _no_signal(self) -> str:
+        """Say what the last step's worth of groups without a signal was like."""
+        last = self._dropped[-self._settings.groups_per_step :]
+        rewards = [s.total for g, why in last if why is Drop.NO_SIGNAL for s in g.scores]
+        what = "no pair" if self._settings.wants_pairs else "all rewards of a group alike"
+        if not rewards:
+            return what
+        return f"{what}; the last rewards are {min(rewards):.3g} to {max(rewards):.3g}"
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)

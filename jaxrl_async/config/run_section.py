@@ -44,8 +44,8 @@ class FaultsSection(Section):
     """Timeouts and retries before a failure ends the run."""
 
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before a sampler is restarted or a group is scored again, seconds; doubles with each
-    consecutive failure, up to 60."""
+    """Wait before a sampler is restarted, a call of a service that is away is made again or a group
+    is scored again, seconds; doubles with each consecutive failure, up to 60."""
     sampler_restarts: NonNegative = 3
     """Restarts of one sampler before it is given up; an hour without a failure resets the count."""
     sampler_hang_s: float = Field(600.0, gt=0)
@@ -61,10 +61,17 @@ class FaultsSection(Section):
     env_timeout_s: float = Field(600.0, gt=0)
     """Timeout of an environment for one reply, seconds."""
     max_failures: Positive = 8
-    """Consecutive failed groups that end the run."""
+    """Consecutive failed groups that end the run, each begun after the one before it had failed;
+    after each, the next ones wait for backoff_s, doubled with each further one. Outages do not
+    count."""
+    outage_s: float | None = Field(None, gt=0)
+    """Longest outage of a service that has answered before (environment, tool, judge, reward),
+    seconds: connections that break, time-outs of its client, HTTP 429 and 5xx. Until then its calls
+    are made again and the run waits, which is reported each minute; null: for ever."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
-    that hangs, seconds; 0: never."""
+    that hangs, seconds; 0: never. Outages, calls within their own time limits and the time of
+    the caller's on_step or loop do not count."""
 
 
 class CheckpointSection(Section):

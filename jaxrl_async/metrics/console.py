@@ -67,7 +67,7 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 class Console:
     """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at
-    a time may call it."""
+    a time may call it, and any other one `notice`."""
 
     def __init__(
         self,
@@ -85,6 +85,8 @@ class Console:
         name: of one of several runs, which plain lines begin with.
         """
         self._on_step, self._name = on_step, f"{name}  " if name else ""
+        self.with_caller = False
+        """Whether the caller's own on_step is under way."""
         self._stream = stream or sys.stdout
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
@@ -158,7 +160,20 @@ class Console:
         elif due:
             self._print(plain_line(self._progress))
         if self._on_step is not None:
-            self._on_step(step, values)
+            self.with_caller = True
+            try:
+                self._on_step(step, values)
+            finally:
+                self.with_caller = False
+
+    def notice(self, text: str) -> None:
+        """Show that the run waits for something, beside its progress. Any thread may call this."""
+        if self._live is not None:
+            self._progress = replace(self._progress, phase="waiting", detail=text)
+            self._show()
+            return
+        since = duration(self._clock() - self._start)
+        print(f"{self._name}[{since}] waiting: {text}", file=self._stream, flush=True)
 
     def summary(self, lines: Iterable[str]) -> None:
         """End the display and print the closing lines, skipping empty ones."""

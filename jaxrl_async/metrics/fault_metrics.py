@@ -90,6 +90,17 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Calls of sessions that asked for another distribution, or a seed; the run's held.",
         ),
         ("faults/late_calls", "calls", "Calls for a session that had ended; refused."),
+        (
+            "faults/outages",
+            "outages",
+            "Times that an environment, a tool, a judge or a reward was found to be away.",
+        ),
+        (
+            "faults/outage_retries",
+            "calls",
+            "Calls made again since a service was away; episodes played again are among them.",
+        ),
+        ("faults/outage_s", "s", "Time in which a service was away and was waited for."),
         ("faults/scorer_retries", "calls", "Groups scored again after a failure or a timeout."),
         ("faults/scorer_timeouts", "calls", "Calls of a scorer that timed out."),
         ("faults/refused_scores", "calls", "Scores of the wrong number, type or shape, or NaN."),

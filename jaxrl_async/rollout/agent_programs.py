@@ -6,7 +6,8 @@
 
 What a program draws through its session becomes the episode; what it returns, or says through the
 endpoint, its score. A program that raises, exits with another code than 0, draws nothing or takes
-too long fails its member, and so its group; one that ran into a limit of calls, tokens or length
+too long fails its member, and so its group; in an outage (a broken connection, exit code 75) it is
+run again. One that ran into a limit of calls, tokens or length
 has an episode that ends there (StopReason.LENGTH), whatever it did about it. If its first call
 leaves no room for an answer, the episode is that call, with nothing drawn.
 """
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
-from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports import Clock, Generate, Reply
 from jaxrl_async.rollout.command_groups import COMMANDS
@@ -220,9 +221,10 @@ class ProgramMember:
                 raise
             programs.count("failed_programs", 1)
             kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+            cause = None if isinstance(error, TimeoutError) else error  # its own limit, no outage
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: the program of {session.label} failed: {kind}{error}"
-            ) from error
+            ) from cause
 
     def _too_late(self, session: PolicySession) -> Exception:
         """Return the error of a session that its own time, or the run, ended."""
@@ -388,7 +390,7 @@ class Command:
             reading.cancel()
         text = tail.decode(errors="replace").strip()
         if code:
-            raise RolloutError(
+            raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
                 f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of what "
                 f"it wrote: {text[-SHOWN:] or 'nothing'}"
             )

@@ -20,11 +20,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.away import away_in
 from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
-from jaxrl_async.errors import DataError, RolloutError, RolloutTimeout
+from jaxrl_async.errors import (
+    Away,
+    DataError,
+    EndpointMisset,
+    RolloutError,
+    RolloutTimeout,
+)
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports import ChatFormat, Reply
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
@@ -63,6 +71,7 @@ class ChatEnvs:
         chat: ChatFormat,
         limits: ChatLimits,
         count: Callable[[str], None] = lambda name: None,
+        outages: Outages | None = None,
     ) -> None:
         """Make it.
 
@@ -71,7 +80,9 @@ class ChatEnvs:
             chat: the policy's format.
             limits: of each episode.
             count: called with the name of each fault (metrics/fault_counts.py).
+            outages: the run's; None: of its own.
         """
+        self.outages = outages or Outages(count=count)
         self.task, self.chat, self.limits, self.count = task, chat, limits, count
         self.threads = Threads(limits.threads)
         self._opened = functools.lru_cache(KEPT_OPENINGS)(
@@ -95,7 +106,7 @@ class ChatEnvs:
         make = self.task.environment or PlainEnvironment
         env: Environment = value_of(await self.call(make), "constructor")
         tools = tools_of(env, env.tools, self.task.tools)
-        env.run_tools = Toolbox(tools, self.threads, self.limits.tools, self.count)
+        env.run_tools = Toolbox(tools, self.threads, self.limits.tools, self.count, self.outages)
         return env
 
     async def call(self, function: Callable[..., Any], *given: Any) -> CallOutcome:
@@ -121,16 +132,31 @@ class ChatEnvs:
             ) from None
 
     async def again(self, what: str, once: Callable[[], Awaitable[CallOutcome]]) -> CallOutcome:
-        """Repeat what raises, at most env.retries times; not what came too late."""
-        for failures in range(self.limits.retries + 1):
-            outcome = await once()
-            if outcome.error is None or failures == self.limits.retries:
-                break
-            self.count("env_retries")
-            wait_s = backoff_s(self.limits.backoff_s, failures)
-            log.warning("%s again in %.1f s: it raised %r", what, wait_s, outcome.error)
-            await asyncio.sleep(wait_s)
-        return outcome
+        """Repeat what raises, at most env.retries times, and in an outage until that is over; not
+        what came too late. what: with an article, as Outages calls it."""
+
+        outcome = CallOutcome()
+
+        async def unless_away() -> CallOutcome:
+            nonlocal outcome
+            for failures in range(self.limits.retries + 1):
+                outcome = await once()
+                if outcome.error is not None and away_in(outcome.error) is not None:
+                    raise outcome.error
+                if outcome.error is None or failures == self.limits.retries:
+                    break
+                self.count("env_retries")
+                wait_s = backoff_s(self.limits.backoff_s, failures)
+                log.warning("%s again in %.1f s: it raised %r", what, wait_s, outcome.error)
+                await asyncio.sleep(wait_s)
+            return outcome
+
+        try:
+            return await self.outages.until_answered(what, unless_away)
+        except Exception as error:
+            if error is outcome.error:  # the function's own
+                return outcome
+            raise
 
 
 class PlainEnvironment(Environment):
@@ -311,8 +337,9 @@ class ChatEnv:
         async def once() -> CallOutcome:
             return await self._envs.call(env.step, message)
 
-        outcome = await (self._envs.again("step", once) if env.repeatable else once())
-        given = value_of(outcome, "step")
+        again = self._envs.again("the environment's step", once) if env.repeatable else once()
+        given = value_of(await again, "step")
+        self._envs.outages.knows(ENVIRONMENT)
         return given if isinstance(given, Step) else Step(messages=given)
 
 
@@ -320,6 +347,8 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     """Return what a method gave; raise RolloutError from what it raised."""
     try:
         return outcome.get()
+    except (Away, EndpointMisset):
+        raise
     except RolloutError as error:
         raise RolloutError(f"the environment's {method} {error}") from error.__cause__
 

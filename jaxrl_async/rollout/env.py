@@ -12,6 +12,7 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.metrics.spans import span
+from jaxrl_async.outages import time_limit
 from jaxrl_async.ports import Clock, Concludes, Env, Opens, Plays, Reply, SavesState
 from jaxrl_async.types import Completion, IntArray, Prompt, Score
 
@@ -40,8 +41,9 @@ class SingleTurn:
 class GuardedEnvs:
     """A MakeEnv whose environments' replies are timed and checked. Any thread may call `oldest_s`.
 
-    Whatever an environment raises becomes a RolloutError and fails the group. There is no retry:
-    the first attempt may have changed the environment.
+    Whatever an environment raises becomes a RolloutError and fails the group. A call is not made
+    again here: the first attempt may have changed the environment. In an outage the episode is
+    played again as a whole (rollout.episode.PlayAgain).
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class GuardedEnvs:
     async def _in_time(self, work: Awaitable[T], prompt: Prompt, what: str) -> T:
         try:
             with self._calls.one(), span(what, "environment", prompt=prompt.prompt_id):
-                async with asyncio.timeout(self._timeout_s) as limit:
+                async with time_limit(self._timeout_s) as limit:
                     return await work
         except TimeoutError:
             self._count("env_timeouts")

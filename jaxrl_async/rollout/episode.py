@@ -10,12 +10,13 @@ begins a context of its own.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports import Concludes, Env, Generate, Opens, Plays, Reply, SavesState
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
@@ -607,6 +608,65 @@ async def _play_turn(
     progress.waiting, progress.stop, progress.env_state = None, stop, state
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayAgain:
+    """Plays an episode again, from its beginning and with a new environment, for as long as what
+    its environment needs is away."""
+
+    make_env: MakeEnv
+    outages: Outages
+
+    async def played(
+        self,
+        generate: Generate,
+        prompt: Prompt,
+        progress: EpisodeProgress,
+        *,
+        label: str,
+        member: int,
+        limits: EpisodeLimits,
+        spent_s: Callable[[float], None],
+    ) -> tuple[Episode, ...]:
+        """Play as `play_episode` does."""
+        begun = False
+
+        async def attempt() -> tuple[Episode, ...]:
+            nonlocal begun
+            if begun:
+                begin_again(generate, self.make_env, prompt, progress, label, member, limits)
+            begun = True
+            return await play_episode(
+                generate,
+                prompt,
+                progress,
+                label=label,
+                member=member,
+                limits=limits,
+                spent_s=spent_s,
+            )
+
+        return await self.outages.until_answered(ENVIRONMENT, attempt)
+
+
+def begin_again(
+    generate: Generate,
+    make_env: MakeEnv,
+    prompt: Prompt,
+    progress: EpisodeProgress,
+    label: str,
+    member: int,
+    limits: EpisodeLimits,
+) -> None:
+    """Forget all of an episode, and queue its first turn; arguments as `begin_groups`'s."""
+    cancel(progress)
+    fresh = made_progress(SavedEpisode(), make_env, prompt)
+    for one in fields(EpisodeProgress):
+        setattr(progress, one.name, getattr(fresh, one.name))
+    if progress.waiting is None and not (isinstance(progress.env, Plays) or _must_open(progress)):
+        request = next_request(label, prompt, member, progress.opening, progress.turns, limits)
+        progress.waiting = generate.submit_many([request])[0]
+
+
 async def play_group(
     generate: Generate,
     prompt: Prompt,
@@ -614,6 +674,7 @@ async def play_group(
     *,
     label: str,
     limits: EpisodeLimits,
+    again: PlayAgain | None = None,
     quota: Quota | None = None,
     left_out: Callable[[int, BaseException | None], None] = lambda member, error: None,
     spent_s: Callable[[float], None] = lambda seconds: None,
@@ -629,6 +690,7 @@ async def play_group(
         members: All that were begun.
         label: The group's part of its requests' ids.
         limits: How answers are drawn and when they end.
+        again: Plays an episode again in an outage; None: the outage fails it.
         quota: How many must end; None: all of them.
         left_out: Called with each member that the group goes on without, and what it raised; None:
             it was not needed, and is about to be cancelled.
@@ -641,11 +703,10 @@ async def play_group(
         member.left_out = True
         left_out(m, error)
 
+    play = play_episode if again is None else again.played
     ended = await first_ended(
         [
-            play_episode(
-                generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s
-            )
+            play(generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s)
             for m, member in playing
         ],
         quota or Quota(wanted=len(members), least=len(members)),

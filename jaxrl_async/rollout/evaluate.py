@@ -1,19 +1,23 @@
 """Evaluate the policy: one answer to each held-out prompt, greedy by default. Needs no JAX."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxrl_async.away import away_in
 from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Generate, Opens, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
     EpisodeProgress,
+    PlayAgain,
     SavedEpisode,
     begin_groups,
     cancel,
@@ -51,6 +55,7 @@ class EvalEffort:
     retries: int = 0  # of an episode that fails; not of one that was too slow
     backoff_s: float = 1.0  # wait before the first retry, seconds; doubles with each further one
     count: Callable[[str], None] = lambda name: None  # called with the name of each fault
+    outages: Outages | None = None  # waited out; None: an outage is a failure as others are
 
 
 ONE_TRY = EvalEffort()
@@ -151,6 +156,9 @@ class _HeldOutPlay:
         """Queue all first turns of prompts of tokens in one call."""
         self._generate, self._prompts, self._make_env = generate, prompts, make_env
         self._limits, self._effort = limits, effort
+        self._again = None
+        if effort.outages is not None:
+            self._again = PlayAgain(make_env=make_env, outages=effort.outages)
         self._places = asyncio.Semaphore(effort.at_once)
         self._begun = self._begin([(f"eval/{i}", p) for i, p in enumerate(prompts)])
 
@@ -163,6 +171,8 @@ class _HeldOutPlay:
             except (RolloutTimeout, EndpointMisset):
                 raise
             except RolloutError as error:
+                if self._again is not None and away_in(error) is not None:
+                    raise  # it was waited for, long enough
                 wait_s = backoff_s(effort.backoff_s, failures)
                 effort.count("eval_retries")
                 log.warning("%s is played again in %.1f s: %s", label, wait_s, error)
@@ -183,11 +193,16 @@ class _HeldOutPlay:
         return begin_groups(self._generate, self._make_env, groups, self._limits)
 
     async def _attempt(self, index: int, label: str) -> tuple[Episode, ...]:
-        members, prompt, limits = self._begun[index], self._prompts[index], self._limits
-        if not _begins_late(members):
-            return await play_group(self._generate, prompt, members, label=label, limits=limits)
-        async with self._places:
-            return await play_group(self._generate, prompt, members, label=label, limits=limits)
+        members = self._begun[index]
+        async with self._places if _begins_late(members) else contextlib.nullcontext():
+            return await play_group(
+                self._generate,
+                self._prompts[index],
+                members,
+                label=label,
+                limits=self._limits,
+                again=self._again,
+            )
 
 
 def _begins_late(members: Sequence[EpisodeProgress]) -> bool:

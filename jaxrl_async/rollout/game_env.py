@@ -22,6 +22,7 @@ import numpy as np
 from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
 from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.lent import as_json
+from jaxrl_async.outages import ENVIRONMENT, time_limit
 from jaxrl_async.ports import Generate, Player, Reply
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
@@ -190,6 +191,7 @@ class GameMember:
                     break
                 outcome = await self._chat.call(game.step, said)
                 moves = round_of(value_of(outcome, "step"), game, "step")
+                self._chat.outages.knows(ENVIRONMENT)
                 self._credit(moves)
                 moves = self._within_turns(moves)
             scores = await self._chat.call(game.score)
@@ -285,7 +287,7 @@ class GameMember:
         """Append what a player says for a seat. Raises RolloutError, RolloutTimeout."""
         limit_s = self._chat.limits.timeout_s
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with time_limit(limit_s) as limit:
                 answer = await player.answer(
                     tuple(seat.messages), (), prompt=prompt, member=member, turn=seat.moved
                 )

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
+from jaxrl_async.away import away_in
 from jaxrl_async.errors import (
     Closed,
     EndpointMisset,
@@ -29,12 +30,15 @@ from jaxrl_async.errors import (
     WeightsError,
     is_the_runs_own_end,
 )
+from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.spans import span
-from jaxrl_async.ports import Gate, Generate, Plays, Scorer
+from jaxrl_async.outages import Outages
+from jaxrl_async.ports import Clock, Gate, Generate, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
     EpisodeProgress,
+    PlayAgain,
     SavedEpisode,
     Turn,
     begin_groups,
@@ -75,6 +79,7 @@ class Playing:
     ticket: Ticket
     prompt: Prompt
     members: tuple[EpisodeProgress, ...]
+    after: int = 0  # failures in a row that were known when it began
 
     @property
     def label(self) -> str:
@@ -138,6 +143,7 @@ class RolloutSettings:
     least_members: int | None = None  # with which a group goes on if others failed; None: all
     pivots: PivotPlan | None = None  # continuations of its episodes of one turn; None: none
     max_failures: int = 8  # groups that fail in a row and end the run
+    backoff_s: float = 1.0  # wait after a failure, seconds; doubles with each further one in a row
 
 
 class RolloutLoop:
@@ -154,6 +160,8 @@ class RolloutLoop:
         make_env: MakeEnv = SingleTurn,
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
         begins: Callable[[Ticket, Prompt], None] = lambda ticket, prompt: None,
+        outages: Outages | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """Play nothing yet.
 
@@ -166,6 +174,8 @@ class RolloutLoop:
             make_env: makes the environment of an episode.
             observe: called with each scored group before it goes to the gate, whatever follows.
             begins: called before a group's environments are made, in a resumed run again.
+            outages: waited out by each episode; None: an outage is a failure as others are.
+            clock: for the wait after a failure.
         """
         self._prompts = prompts
         self._generate = generate
@@ -173,6 +183,8 @@ class RolloutLoop:
         self._gate = gate
         self._settings = settings
         self._make_env, self._observe, self._begins = make_env, observe, begins
+        self._again = None if outages is None else PlayAgain(make_env=make_env, outages=outages)
+        self._clock, self._rests_until_s = clock, 0.0
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
@@ -379,7 +391,9 @@ class RolloutLoop:
         except Closed:
             return []
         burst = [
-            Playing(ticket=g.ticket, prompt=g.prompt, members=members)
+            Playing(
+                ticket=g.ticket, prompt=g.prompt, members=members, after=self._failures_in_a_row
+            )
             for g, members in zip(groups, begun, strict=True)
         ]
         self._playing |= {group.ticket.group: group for group in burst}
@@ -398,14 +412,14 @@ class RolloutLoop:
             )
 
     async def _next_burst(self) -> list[Playing]:
-        """Wait for tickets; queue the first turns of all their groups at once. Empty: the gate is
-        closed."""
+        """Wait for tickets, and after a failure for a moment; queue the first turns of all their
+        groups at once. Empty: the gate is closed."""
         tickets: tuple[Ticket, ...] = ()
-        while not tickets:
+        while not tickets or self._clock() < self._rests_until_s:
             started = time.monotonic()
             try:
                 with span("wait at the gate", "gate"):
-                    tickets = await asyncio.to_thread(self._gate.admit, ADMIT_S)
+                    tickets += await asyncio.to_thread(self._gate.admit, ADMIT_S)
             except Closed:
                 return []
             finally:
@@ -444,7 +458,7 @@ class RolloutLoop:
             self._gate.put(group)
             del self._playing[playing.ticket.group]
             self._groups += 1
-            self._failures_in_a_row = 0
+            self._failures_in_a_row, self._rests_until_s = 0, 0.0
         except Closed:
             return
         except (Exception, asyncio.CancelledError) as error:
@@ -452,7 +466,7 @@ class RolloutLoop:
                 return
             if is_the_runs_own_end(error) or isinstance(error, EndpointMisset):
                 raise
-            self._forgive(playing.ticket, playing.prompt, error)
+            self._forgive(playing, error)
         finally:
             self._active -= 1
             self._tasks.pop(playing.ticket.group, None)
@@ -473,6 +487,7 @@ class RolloutLoop:
             playing.members,
             label=playing.label,
             limits=settings.limits,
+            again=self._again,
             quota=Quota.of(
                 len(playing.members), group_size=settings.group_size, least=settings.least_members
             ),
@@ -535,27 +550,42 @@ class RolloutLoop:
     def _count_env(self, seconds: float) -> None:
         self._env_s += seconds
 
-    def _forgive(self, ticket: Ticket, prompt: Prompt, error: BaseException) -> None:
+    def _forgive(self, playing: Playing, error: BaseException) -> None:
         """Give the ticket back, unless too many groups have failed in a row, or the samplers have
-        ended: then all would, for the same reason."""
+        ended: then all would, for the same reason.
+
+        In a row are failures of groups that began after the last such failure was known: those that
+        were under way may have had the same moment's trouble. An outage that was waited for long
+        enough is none of them. Once a group has succeeded, the next ones wait after a failure.
+        """
         self._failures += 1
         if isinstance(error, WeightsError | SamplersLost):
             raise error
-        if self._failures_in_a_row == 0:
-            self._first_cause = error
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._settings.max_failures:
-            cause = self._first_cause
-            raise RolloutError(
-                f"{self._failures_in_a_row} groups failed in a row, last on prompt "
-                f"{prompt.prompt_id}. Correct the environment or the reward. The first failure "
-                f"was: {_text_of(cause)}"
-            ) from cause
+        ticket, prompt = playing.ticket, playing.prompt
+        outage = self._again is not None and away_in(error) is not None
+        if not outage and playing.after >= self._failures_in_a_row:
+            self._count_failure(prompt, error)
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
         )
         del self._playing[ticket.group]
         self._gate.fail(ticket, prompt, Drop.FAILED)
+
+    def _count_failure(self, prompt: Prompt, error: BaseException) -> None:
+        """Count a failure in a row; raise RolloutError if these are too many."""
+        if self._failures_in_a_row == 0:
+            self._first_cause = error
+        self._failures_in_a_row += 1
+        number, cause = self._failures_in_a_row, self._first_cause
+        if number >= self._settings.max_failures:
+            raise RolloutError(
+                f"{number} groups failed in a row, each begun after the one before it had failed, "
+                f"last on prompt {prompt.prompt_id}. Correct the environment or the reward. The "
+                f"first failure was: {_text_of(cause)}"
+            ) from cause
+        if self._groups:
+            wait_s = backoff_s(self._settings.backoff_s, number - 1)
+            self._rests_until_s = self._clock() + wait_s
 
 
 def _cancel(group: Playing, _: object) -> None:

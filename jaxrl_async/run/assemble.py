@@ -45,6 +45,7 @@ from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possib
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.notices import Notices
 from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Watchdog
@@ -95,6 +96,7 @@ class Parts:
     buffer: ReplayBuffer
     schedule: RunSchedule
     watchdog: Watchdog
+    notices: Notices
     serving: RunServing
     plays: bool  # whether this process has rollouts
     base_path: str | None  # the directory of the policy at the start; None: random weights
@@ -234,7 +236,13 @@ def connect(
         envs=inputs.envs,
         buffer=side.buffer,
         schedule=records.schedule,
-        watchdog=make_watchdog(config.faults, side, trainer, paths),
+        watchdog=make_watchdog(config, side, trainer, paths, console),
+        notices=Notices(
+            inputs.outages,
+            side.buffer.stats,
+            console.notice,
+            groups_per_step=config.algorithm.groups_per_step // lockstep.players,
+        ),
         serving=inputs.serving,
         plays=lockstep.plays,
         base_path=begun.base_path,

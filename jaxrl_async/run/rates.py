@@ -35,7 +35,7 @@ class Counters(NamedTuple):
     buffer: BufferStats
     gate_wait_s: float
     living: int  # samplers at work
-    faults: Mapping[str, int]  # by name, as FaultCounts counts them
+    faults: Mapping[str, float]  # by name, as FaultCounts counts them
     cancelled_members: int = 0  # as in RolloutStats
     cancelled_turn_tokens: int = 0
     pivots: PivotCounts = PivotCounts()

@@ -65,6 +65,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     of = f" of {parts.label}" if parts.label else ""
     threads = [new_thread(f"trainer{of}", parts.trainer.run, ends_run=True)]
     threads += [new_thread(f"watchdog{of}", parts.watchdog.run)]
+    threads += [new_thread(f"notices{of}", parts.notices.run)]
     if parts.plays:
         threads += [new_thread(f"rollouts{of}", lambda: asyncio.run(parts.rollouts.run()))]
     processes = parts.sampling.processes
@@ -82,6 +83,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
             stopping.callback(processes.stop)
         stopping.callback(parts.channel.close)
         stopping.callback(parts.buffer.close)
+        stopping.callback(parts.notices.stop)
         stopping.callback(parts.watchdog.stop)
         stopping.callback(parts.schedule.close)
         stopping.callback(parts.serving.end_sessions)

@@ -4,7 +4,10 @@
        └──weights──> channel ──live──> gate ──tickets──> rollouts ──requests──────────^
 
 A part that waits for another is not to blame: the search begins at the trainer and follows what
-each part waits for. A run without progress is stopped with an error that names the part.
+each part waits for. A run is stopped with an error that names the part if nothing moves (tokens,
+requests, groups, weights, compiled programs), or if tokens are drawn and none of the groups is
+accepted: FLOOD steps' worth of them were dropped or failed. Time of an outage that is reported, and
+time in the caller's hands, does not count; a call within its own time limit is no stall.
 
 The watchdog is a thread of Python's, which stands still with all others while one of them keeps
 Python's lock (a regular expression that backtracks). Then faulthandler's thread, which needs no
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from jaxrl_async.errors import StalledError
 from jaxrl_async.ports import Clock
@@ -31,6 +34,13 @@ LOCKED = (
     "expression does that backtracks. Their stacks are written; reward.processes keeps reward "
     "functions out of this process"
 )
+WITH_CALLER = (
+    "in the caller's hands for %.0f s: on_step, or the body of the loop over the updates, has not "
+    "returned. The run continues when it does"
+)
+FLOOD = 10
+"""As many steps' worth of groups that were dropped or failed, without one that was accepted, are no
+progress."""
 LOOKS = 20
 """Readings of the counters within the time limit."""
 
@@ -45,7 +55,13 @@ class Reading:
     blocks: int = 0  # decode blocks and prefilled tokens, of all samplers
     requests: int = 0  # given to the samplers and not answered
     living: int = 1  # samplers at work
-    groups: int = 0  # finished or given up by the rollouts
+    accepted: int = 0  # groups trained on, or ready to be
+    rejected: int = 0  # groups dropped, failed or cancelled since the start
+    groups_per_step: int = 1
+    compiled: int = 0  # programs, in this process
+    with_caller: bool = False  # the caller's own on_step is under way
+    away: bool = False  # a service is away, and that is reported
+    within_limits: bool = False  # a scorer's or environment's call is, and has time left
     playing: int = 0  # groups under way in the rollouts
     score_s: float = 0.0  # longest call of the scorer under way; 0: none
     env_s: float = 0.0  # longest reply of an environment under way; 0: none
@@ -62,10 +78,11 @@ class Reading:
             self.trainer,
             self.blocks,
             self.requests,
-            self.groups,
+            self.accepted,
             self.playing,
             self.published,
             self.live,
+            self.compiled,
         )
 
 
@@ -130,7 +147,10 @@ class Watchdog:
         self._read, self._stacks, self._clock = read, stacks, clock
         self._stopped = threading.Event()
         self._last: tuple[object, ...] | None = None
-        self._moved_at = clock()
+        self._moved_at = self._looked_at = clock()
+        self._gained_at, self._gained = self._moved_at, (0, 0)  # version, most groups accepted
+        self._rejected = 0  # when that was so
+        self._with_caller_s = 0.0
 
     def run(self) -> None:
         """Read the counters until stopped. Raises StalledError if there is no progress."""
@@ -161,20 +181,46 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        """Read the counters once. If none has moved for the limit, write the stacks of all threads
-        and raise StalledError."""
+        """Read the counters once. If none has moved for the limit, or groups come and none is
+        accepted, write the stacks of all threads and raise StalledError."""
         reading, now = self._read(), self._clock()
+        passed_s, self._looked_at = now - self._looked_at, now
+        self._note_caller(reading, passed_s)
+        if reading.with_caller or reading.away:
+            self._moved_at += passed_s
+            self._gained_at += passed_s
         if reading.progress != self._last:
             self._last, self._moved_at = reading.progress, now
-        if now - self._moved_at < self.limit_s:
-            return
-        part, why = culprit(reading)
+        gained = (reading.version, max(self._gained[1], reading.accepted))
+        if gained != self._gained or reading.trainer == "evaluating":
+            self._gained, self._gained_at, self._rejected = gained, now, reading.rejected
+        if now - self._moved_at >= self.limit_s and not reading.within_limits:
+            part, why = culprit(reading)
+            self._stop(
+                reading,
+                f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} "
+                f"({why})",
+                f"{part}: {why}",
+            )
+        rejected = reading.rejected - self._rejected
+        flooded = rejected >= FLOOD * reading.groups_per_step
+        if flooded and now - self._gained_at >= self.limit_s:
+            why = f"{rejected} groups were dropped or failed, and none was accepted"
+            self._stop(reading, f"no progress for {now - self._gained_at:.0f} s: {why}", why)
+
+    def _note_caller(self, reading: Reading, passed_s: float) -> None:
+        """Log that the caller holds the run, each time that it has done so for the limit."""
+        before_s = self._with_caller_s
+        self._with_caller_s = before_s + passed_s if reading.with_caller else 0.0
+        if self._with_caller_s // self.limit_s > before_s // self.limit_s:
+            log.warning(WITH_CALLER, self._with_caller_s)
+
+    def _stop(self, reading: Reading, what: str, head: str) -> NoReturn:
         with self._stacks.open("a", encoding="utf-8") as file:
-            file.write(f"{part}: {why}\n{reading}\n\n")
+            file.write(f"{head}\n{reading}\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         raise StalledError(
-            f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} "
-            f"({why}). The stacks of all threads are in {self._stacks}. Raise faults.watchdog_s if "
+            f"{what}. The stacks of all threads are in {self._stacks}. Raise faults.watchdog_s if "
             "it only needs longer."
         )

@@ -2,7 +2,8 @@
 
 group ──> scorer ──in time?──> Scores ──valid?──> the same Scores
             ^  │ raised, or timed out
-            └──┘ again after a wait, `retries` times; then the group fails
+            └──┘ again after a wait, `retries` times, and in an outage until that is over;
+                 then the group fails
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.away import away_in
 from jaxrl_async.errors import (
     Closed,
     ConfigError,
@@ -27,12 +29,15 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
+from jaxrl_async.outages import Outages, time_limit
 from jaxrl_async.ports import Clock, Scorer
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
 
+REWARD = "the reward"
+"""What Outages calls all that scores answers."""
 ROUNDING = 1e-6
 """How far outside 0 to 1 a part `correct` may be: sum([1 / 9] * 9) is 1.0000000000000002."""
 
@@ -48,6 +53,7 @@ class GuardedScorer:
         retries: int = 0,
         backoff_s: float = 1.0,
         count: Callable[[str], None] = lambda name: None,
+        outages: Outages | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -59,13 +65,14 @@ class GuardedScorer:
             retries: Further tries after a failure or a timeout.
             backoff_s: Wait before the first retry, seconds; doubles with each further retry.
             count: Called with the name of each fault (metrics/fault_counts.py).
+            outages: The run's; None: of its own.
             sleep: Waits for so many seconds.
             clock: For `oldest_s`.
         """
         self.scorer = scorer  # may be replaced before the run starts
         self._timeout_s, self._retries = timeout_s, retries
         self._backoff_s, self._count, self._sleep = backoff_s, count, sleep
-        self._calls = UnderWay(clock)
+        self._calls, self._outages = UnderWay(clock), outages or Outages(count=count)
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score a group as ports.Scorer does.
@@ -76,7 +83,10 @@ class GuardedScorer:
         """
         try:
             with self._calls.one():
-                return checked(await self._scored(episodes, prompt), episodes, prompt)
+                scores = await self._outages.until_answered(
+                    REWARD, lambda: self._scored(episodes, prompt)
+                )
+                return checked(scores, episodes, prompt)
         except RefusedScore:
             self._count("refused_scores")
             raise
@@ -92,7 +102,7 @@ class GuardedScorer:
             except (RefusedScore, EndpointMisset):
                 raise
             except RolloutError as error:
-                if not tries_left:
+                if not tries_left or away_in(error) is not None:
                     raise
                 self._count("scorer_retries")
                 wait_s = backoff_s(self._backoff_s, self._retries - tries_left)
@@ -102,7 +112,7 @@ class GuardedScorer:
 
     async def _in_time(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with time_limit(self._timeout_s) as limit:
                 return await self.scorer(episodes, prompt)
         except TimeoutError:
             self._count("scorer_timeouts")

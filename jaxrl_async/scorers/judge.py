@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import Away, ConfigError, RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Scorer
 from jaxrl_async.scorers.judge_cache import JudgeCache, Scores, question_key
 from jaxrl_async.scorers.judge_client import (
@@ -91,6 +92,7 @@ class JudgeDesk:
         *,
         key: str | None = None,
         count: Callable[[str], None] = lambda name: None,
+        outages: Outages | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -98,7 +100,10 @@ class JudgeDesk:
             section: endpoint, limits and retries.
             key: API key of the endpoint; None: it needs none.
             count: called with the name of each fault (metrics/fault_counts.py).
+            outages: the run's; None: of its own.
         """
+        self.outages = outages or Outages(count=count)
+        self.name = f"the judge at {section.base_url}"
         self._section, self._key, self._count = section, key, count
         self.cache, self.meter = JudgeCache(), JudgeMeter()
         self._client: JudgeClient | None = None  # made on the loop that uses it
@@ -160,8 +165,9 @@ class JudgeDesk:
             raise
         except TimeoutError:
             last = f"; the last try: {trouble[-1]}" if trouble else ""
+            away = trouble and isinstance(trouble[-1], Away)
             return Unjudged(
-                RolloutError(
+                (Away if away else RolloutError)(
                     f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
                     "reward.judge.patience_s or concurrency, or take a quicker judge."
                 )
@@ -233,15 +239,18 @@ def _fits(scores: Scores, question: JudgeQuestion) -> bool:
     return len(scores) == rows and all(len(row) == columns for row in scores)
 
 
-def make_desk(section: JudgeSection, count: Callable[[str], None]) -> JudgeDesk:
-    """Make the configured desk. Raises ConfigError if the API key is not in the environment."""
+def make_desk(
+    section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
+) -> JudgeDesk:
+    """Make the configured desk; arguments as JudgeDesk's. Raises ConfigError if the API key is not
+    in the environment."""
     key = None
     if section.key_variable is not None and not (key := os.environ.get(section.key_variable)):
         raise ConfigError(
             f"reward.judge.key_variable = {section.key_variable}: the environment has no such "
             "variable, or it is empty. Export it where the run is started."
         )
-    return JudgeDesk(section, key=key, count=count)
+    return JudgeDesk(section, key=key, count=count, outages=outages)
 
 
 class JudgeScorer:
@@ -297,13 +306,23 @@ class JudgeScorer:
             )
             for one in episodes
         ]
-        asked = _asked_together(shown, ranked=self._section.mode == "rank")
-        found = await self._desk.answers([self._question(together) for together in asked])
         rows: dict[_Shown, Sequence[float]] = {}
-        for together, got in zip(asked, found, strict=True):
-            if not isinstance(got, Unjudged):
-                rows |= dict(zip(together, got, strict=True))
-        failures = [got for got in found if isinstance(got, Unjudged)]
+        failures: list[Unjudged] = []
+
+        async def unless_away() -> None:
+            rows.clear()
+            asked = _asked_together(shown, ranked=self._section.mode == "rank")
+            found = await self._desk.answers([self._question(together) for together in asked])
+            for together, got in zip(asked, found, strict=True):
+                if not isinstance(got, Unjudged):
+                    rows.update(zip(together, got, strict=True))
+            failures[:] = [got for got in found if isinstance(got, Unjudged)]
+            away = [got.reason for got in failures if isinstance(got.reason, Away)]
+            if away and (self._on_failure == "fail" or not rows):
+                raise away[0]
+
+        with suppress(Away):  # it was waited for, long enough
+            await self._desk.outages.until_answered(self._desk.name, unless_away)
         if failures:
             self._note_failures(sum(one not in rows for one in shown), failures[0], prompt)
         neutral = self._neutral([rows[one] for one in shown if one in rows])
@@ -326,7 +345,7 @@ class JudgeScorer:
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: {answers} answers could not be judged: "
                 f"{failure.reason}"
-            ) from failure.reason
+            )
         log.warning(
             "prompt %d: %d answers could not be judged and count as neutral: %s",
             prompt.prompt_id,

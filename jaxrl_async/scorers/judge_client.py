@@ -6,16 +6,14 @@ Used on one event loop. Proxies of the environment (HTTPS_PROXY) are used.
 
 import asyncio
 import json
-import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
 
-from jaxrl_async.errors import EndpointMisset, RolloutError
+from jaxrl_async.away import retry_after_s
+from jaxrl_async.errors import Away, EndpointMisset, RolloutError
 
 MAX_REPLY_BYTES = 2**20
 """Most bytes of one reply of the endpoint."""
@@ -29,13 +27,8 @@ OF_THE_QUESTION = (400, 413, 422)
 """Statuses that may be due to one question, such as one that is too long."""
 
 
-class JudgeBusy(RolloutError):
+class JudgeBusy(Away):
     """The endpoint did not answer, or met an overload: the same call may succeed later."""
-
-    def __init__(self, message: str, wait_s: float | None = None) -> None:
-        """wait_s: what the endpoint asks for, seconds; None: it does not say."""
-        super().__init__(message)
-        self.wait_s = wait_s
 
 
 class JudgeRefusal(RolloutError):
@@ -158,18 +151,3 @@ def _count(value: Any) -> int:
     """Return a number of tokens; 0 for anything else."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**40
     return value if is_count else 0
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait that a Retry-After header asks for, seconds; None: none that can be read."""
-    given = headers.get("retry-after")
-    if given is None:
-        return None
-    try:
-        seconds = float(given)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(given).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async import codec
+from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.userfile import LOADING, LoadedSoFar, end_loading, is_own
-from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError
+from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all, import_path
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
@@ -175,6 +176,8 @@ class _Process:
             ) from None
         if "refused" in reply:
             raise RefusedScore(reply["refused"])
+        if "away" in reply:
+            raise Away(reply["away"], reply["wait_s"])
         if "raised" in reply:
             raise RolloutError(reply["raised"])
         return reply
@@ -271,6 +274,8 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     except RolloutError as error:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
+        if (away := away_in(error)) is not None:
+            return {"away": told(error), "wait_s": asked_wait_s(away)}
         return {"raised": told(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
-from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.scorers.answers import opened_thinking
 from jaxrl_async.scorers.graders import exact, gsm8k
 from jaxrl_async.scorers.graders import math as same_math
@@ -310,6 +310,8 @@ class _about:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Away):
+            raise Away(f"{self._head} {error}", error.wait_s) from error.__cause__
         if isinstance(error, RolloutError):
             raise type(error)(f"{self._head} {error}") from error.__cause__
 

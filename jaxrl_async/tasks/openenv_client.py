@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
 
 MAX_BYTES = 16 * 2**20
 """Longest message of a server."""
@@ -63,7 +63,7 @@ class RefusedAction(RolloutError):
     """The environment does not know the policy's action; the message is the server's."""
 
 
-class _ServerFull(RolloutError):
+class _ServerFull(Away):
     """The server can hold no further environment now."""
 
 
@@ -117,7 +117,7 @@ class EnvConnection:
     ) -> tuple["EnvConnection", Observed]:
         """Connect, and reset the environment; ask a full or absent server again for a while.
 
-        data: arguments of the reset. Raises RolloutError, RolloutTimeout.
+        data: arguments of the reset. Raises RolloutError; Away where the server is.
         """
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         end = loop.time() + place.patience_s
@@ -126,7 +126,7 @@ class EnvConnection:
                 return await cls._begun(place, data)
             except (_ServerFull, OSError) as error:
                 if loop.time() + wait_s > end:
-                    raise RolloutError(
+                    raise Away(
                         f"the environment server {place.url} let no episode begin within "
                         f"{place.patience_s:g} s: {error}. Start more servers, or have it hold "
                         "more environments (max_concurrent_envs)."
@@ -155,7 +155,7 @@ class EnvConnection:
             raise
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Take one action. Raises RefusedAction, RolloutError and RolloutTimeout."""
+        """Take one action. Raises RefusedAction, RolloutError; Away where the server is."""
         return await self._ask("step", action)
 
     async def close(self) -> None:
@@ -174,9 +174,9 @@ class EnvConnection:
                     await self._socket.send(sent)
                 text = await self._socket.recv()
         except TimeoutError:
-            raise RolloutTimeout(f"{url}: no reply to {kind} within {limit_s:g} s.") from None
+            raise Away(f"{url}: no reply to {kind} within {limit_s:g} s.") from None
         except Exception as error:  # of websockets: the connection has ended
-            failed = _ServerFull if kind == "reset" else RolloutError
+            failed = _ServerFull if kind == "reset" else Away
             raise failed(f"{url}: the connection ended at {kind}: {error}") from error
         return read_observed(text, f"{url}: reply to {kind}")
 

@@ -3,7 +3,8 @@
     assistant's message ──tool_calls──> arguments, checked ──> function ──> message of the role tool
 
 Whatever goes wrong with a call is told to the policy as text and counted: an unknown tool, wrong
-arguments, an exception, a time-out.
+arguments, an exception, a time-out. A tool whose service is away is called again: at most twice
+while it answers others (the policy may have chosen an address that is none), else for OUTAGE_S.
 """
 
 import functools
@@ -18,7 +19,9 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
+from jaxrl_async.away import away_in
 from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.task import Tool
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Message
@@ -26,6 +29,11 @@ from jaxrl_async.types import Message
 MOST_CALLS = 32
 """Tool calls of one message that are run; the others are told that they were not."""
 TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
+TRIES = 2
+"""Times that a tool is called again whose service is away, if it answers others or never did."""
+OUTAGE_S = 600.0
+"""Longest time for which a call is made again while a tool answers no call, seconds; the policy is
+then told."""
 ERROR_CHARS = 300
 """Longest text about what went wrong with a call, characters."""
 log = logging.getLogger(__name__)
@@ -66,6 +74,7 @@ class Toolbox:
         threads: Threads,
         limits: ToolLimits,
         count: Callable[[str], None] = lambda name: None,
+        outages: Outages | None = None,
     ) -> None:
         """Make it.
 
@@ -74,6 +83,7 @@ class Toolbox:
             threads: where those run that are not async.
             limits: of each call.
             count: called with the name of each fault (metrics/fault_counts.py).
+            outages: the run's; None: of its own.
 
         Raises ConfigError for a function that cannot be a tool.
         """
@@ -82,6 +92,7 @@ class Toolbox:
             names = sorted(name_of_tool(tool) for tool in tools)
             raise ConfigError(f"two tools have one name: {', '.join(names)}. Rename one of them.")
         self._threads, self._limits, self._count = threads, limits, count
+        self._outages = outages or Outages(count=count)
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -117,7 +128,7 @@ class Toolbox:
         except ValueError as error:
             return await self._refused(f"error: {name}: {error}")
         try:
-            outcome = await self._called(functools.partial(tool.function, **given))
+            outcome = await self._waited_for(name, functools.partial(tool.function, **given))
         except TooLate:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
@@ -127,6 +138,27 @@ class Toolbox:
             kind = type(outcome.error).__name__
             return await self._refused(f"error: {name}: {kind}: {_shown_error(outcome.error)}")
         return self._cut(outcome.value)
+
+    async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
+        """Call a tool, again while its service is away."""
+
+        outcome = CallOutcome()
+
+        async def unless_away() -> CallOutcome:
+            nonlocal outcome
+            outcome = await self._called(work)
+            if outcome.error is not None and away_in(outcome.error) is not None:
+                raise outcome.error
+            return outcome
+
+        try:
+            return await self._outages.until_answered(
+                f"the tool {name}", unless_away, tries=TRIES, patience_s=OUTAGE_S, optional=True
+            )
+        except Exception as error:
+            if error is outcome.error:  # the tool's own
+                return outcome
+            raise
 
     async def _called(self, work: functools.partial[Any]) -> CallOutcome:
         """Call a tool in a thread, or on the event loop of user code if it is async."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl_async.errors import RolloutError, is_the_runs_own_end
+from jaxrl_async.outages import time_limit
 
 T = TypeVar("T")
 
@@ -209,9 +210,9 @@ async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> Cal
     All user coroutines of the process share that loop, so that a session or semaphore kept in a
     user's file works for training, evaluation and the next run.
     """
-    running = asyncio.run_coroutine_threadsafe(_awaited(work), _own_loop())
     try:
-        async with asyncio.timeout(timeout_s):
+        async with time_limit(timeout_s):  # before: what runs there knows its limits
+            running = asyncio.run_coroutine_threadsafe(_awaited(work), _own_loop())
             return await asyncio.wrap_future(running)
     except TimeoutError:  # only the timeout raises it: the function's own is in the outcome
         raise TooLate from None

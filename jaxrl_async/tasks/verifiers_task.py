@@ -27,8 +27,9 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from jaxrl_async.away import says_away
 from jaxrl_async.data.tokenizer import PRINTABLE
-from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.record import TaskRecord
@@ -188,12 +189,14 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
 
     Parts are a trace's rewards (before their weights) and metrics; of a seat they are named
     SEAT.PART where several seats play. Those of seats that are not trained, means over their
-    traces, are parts of every one that is. Raises RolloutError for an episode that failed.
+    traces, are parts of every one that is. Raises RolloutError for an episode that failed,
+    Away where a connection broke.
     """
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         words = [f"{error.type}: {error.message}" for error in errors]
-        raise RolloutError(words[-1] if words else "the environment says that the episode failed")
+        said = words[-1] if words else "the environment says that the episode failed"
+        raise (Away if says_away(said) else RolloutError)(said)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not trained:
         raise RolloutError("no seat of the environment is to be trained")

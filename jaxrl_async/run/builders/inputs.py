@@ -15,6 +15,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
 from jaxrl_async.run.builders.engines import check_engines
@@ -51,6 +52,7 @@ class Inputs:
     spec: ModelSpec  # of the policy
     locks: Locks
     faults: FaultCounts
+    outages: Outages
     held_out: Sequence[Prompt]
     scorers: Scorers
     play: Play  # the task
@@ -77,6 +79,7 @@ def check_inputs(
     if config.pairs.loss is not None:
         pairs_loss(config.pairs.loss)
     task, faults = find_task(config), FaultCounts()
+    outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
@@ -88,12 +91,14 @@ def check_inputs(
     serving = RunServing(config.endpoint, needed=task.program is not None, count=faults.add)
     check_alone(config, lockstep)
     chat = run_chat_format(config, tokenizer) if config.seats else None
-    opponents = RunOpponents(config, chat, spec, faults)
-    play = make_play(config, task, tokenizer, faults.add, serving, opponents)
+    opponents = RunOpponents(config, chat, spec, faults, outages)
+    play = make_play(config, task, tokenizer, faults.add, serving, opponents, outages)
     graders = built_in_graders(config.reward, task)
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
-    scorers = make_scorers(config, tokenizer, held_out, slices, locks.trainer, faults, task)
+    scorers = make_scorers(
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages
+    )
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config)
@@ -118,6 +123,7 @@ def check_inputs(
         spec=spec,
         locks=locks,
         faults=faults,
+        outages=outages,
         held_out=held_out,
         scorers=scorers,
         play=play,
@@ -129,6 +135,12 @@ def check_inputs(
         digests=inputs_digest(config, task, held_out),
     )
     return inputs, pairs
+
+
+def make_outages(config: Config, faults: FaultCounts) -> Outages:
+    """Return what waits for the run's services that are away."""
+    section = config.faults
+    return Outages(longest_s=section.outage_s, backoff_first_s=section.backoff_s, count=faults.add)
 
 
 def guarded_envs(

@@ -24,6 +24,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import check_params, load_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.outages import Outages
 from jaxrl_async.ports import ChatFormat, GroupSource, Player, Publisher
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
@@ -63,6 +64,7 @@ class RunOpponents:
         chat: ChatFormat | None,
         spec: ModelSpec,
         faults: FaultCounts,
+        outages: Outages | None = None,
     ) -> None:
         """Check all that can be checked before the run. Raises ConfigError, CheckpointError,
         DataError.
@@ -72,6 +74,7 @@ class RunOpponents:
             chat: the policy's format; None: it has none.
             spec: the policy's.
             faults: counts what is survived.
+            outages: of endpoints; None: of each one's own.
         """
         self.opponents: Opponents | None = None
         self._policy: Policy | None = None
@@ -83,7 +86,9 @@ class RunOpponents:
         self._costs: dict[str, float] = {}
         for path, filling in fillings(config.seats):
             if filling.endpoint is not None and _key_of(filling) not in self._desks:
-                self._desks[_key_of(filling)] = EndpointDesk(filling, path, count=faults.add)
+                self._desks[_key_of(filling)] = EndpointDesk(
+                    filling, path, count=faults.add, outages=outages
+                )
 
     def _checked(self, path: str) -> ModelSpec:
         """Return the spec of a frozen model, and keep its chat format."""

@@ -1,10 +1,15 @@
 """What watches the parts: the rates of a step, and the watchdog."""
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jaxrl_async.config.schema import FaultsSection, MetricsSection
-from jaxrl_async.metrics.fault_counts import AwakeClock
+import jax
+
+from jaxrl_async.config.schema import Config, MetricsSection
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.fault_counts import AwakeClock, backoff_s
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.run.folder import Paths
@@ -32,6 +37,7 @@ def make_observer(
             living=router.living,
             faults={
                 **faults.read(),
+                "outage_s": side.inputs.outages.total_s(),
                 "failed_groups": played.failures,
                 "lost_members": played.lost_members,
                 "lost_forks": played.lost_forks,
@@ -63,22 +69,62 @@ def make_observer(
 
 
 def make_watchdog(
-    section: FaultsSection, side: RolloutSide, trainer: Trainer, paths: Paths
+    config: Config, side: RolloutSide, trainer: Trainer, paths: Paths, console: Console
 ) -> Watchdog:
     """Make the watchdog, which stops a run that makes no progress."""
+    section, compiled = config.faults, compiled_programs()
     return Watchdog(
-        lambda: reading(side, trainer),
+        lambda: reading(config, side, trainer, console, compiled),
         limit_s=section.watchdog_s,
         stacks=paths.stacks,
         clock=AwakeClock(time.monotonic, most_s=max(1.0, section.watchdog_s / 10)),
     )
 
 
-def reading(side: RolloutSide, trainer: Trainer) -> Reading:
+@functools.cache
+def compiled_programs() -> Counter[str]:
+    """Return how many programs this process has compiled, by event, counted from now on."""
+    counts = Counter[str]()
+
+    def note(event: str, duration_secs: float, **facts: str | int) -> None:
+        if "compile" in event:
+            counts[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return counts
+
+
+def within_limits(config: Config, score_s: float, env_s: float, program_s: float) -> bool:
+    """Return whether a call is under way that its own time limit has not ended yet.
+
+    Args:
+        config: faults and env.
+        score_s: age of the oldest call of a scorer, repeats included, seconds; 0: none.
+        env_s: of the oldest reply of an environment.
+        program_s: of the oldest program.
+    """
+    faults, tries = config.faults, config.faults.scorer_retries + 1
+    waits_s = sum(backoff_s(faults.backoff_s, number) for number in range(tries))
+    return (
+        0 < score_s <= tries * faults.scorer_timeout_s + waits_s
+        or 0 < env_s <= faults.env_timeout_s
+        or 0 < program_s <= config.env.program_timeout_s
+    )
+
+
+def reading(
+    config: Config,
+    side: RolloutSide,
+    trainer: Trainer,
+    console: Console,
+    compiled: Mapping[str, int],
+) -> Reading:
     """Read where every part is now."""
     router, channel = side.sampling.router, side.sampling.channel
     of_samplers, of_rollouts = router.stats(), side.rollouts.stats()
-    of_buffer = side.buffer.stats()
+    of_buffer, inputs = side.buffer.stats(), side.inputs
+    score_s, env_s = inputs.scorers.oldest_s(), inputs.envs.oldest_s()
+    program_s = inputs.play.oldest_s()
     return Reading(
         version=trainer.version,
         trainer=trainer.doing,
@@ -86,10 +132,16 @@ def reading(side: RolloutSide, trainer: Trainer) -> Reading:
         blocks=of_samplers.blocks + of_samplers.prefill_tokens,
         requests=router.num_waiting,
         living=router.living,
-        groups=of_rollouts.groups + of_rollouts.failures,
+        accepted=of_buffer.trained + of_buffer.ready,
+        rejected=sum(of_buffer.dropped.values()),
+        groups_per_step=config.algorithm.groups_per_step,
+        compiled=sum(compiled.values()),
+        with_caller=console.with_caller,
+        away=inputs.outages.away,
+        within_limits=within_limits(config, score_s, env_s, program_s),
         playing=of_rollouts.active,
-        score_s=side.inputs.scorers.oldest_s(),
-        env_s=max(side.inputs.envs.oldest_s(), side.inputs.play.oldest_s()),
+        score_s=score_s,
+        env_s=max(env_s, program_s),
         published=channel.published_version,
         live=channel.live_version,
         ready=of_buffer.ready,

@@ -16,6 +16,7 @@ from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
@@ -134,6 +135,7 @@ def make_play(
     count: Callable[[str, int], None],
     serving: RunServing,
     seats_of: SeatsOf = policy_everywhere,
+    outages: Outages | None = None,
 ) -> Play:
     """Make what plays the task; its environment is tried on the first held-out record.
 
@@ -144,6 +146,7 @@ def make_play(
         count: called with the name and number of faults.
         serving: where a program finds the policy.
         seats_of: who fills seats of a game in the policy's place.
+        outages: of what plays; None: of its own.
 
     Raises ConfigError, also for an environment that cannot begin, and DataError.
     """
@@ -168,7 +171,7 @@ def make_play(
             stop_token_ids=chat.stop_token_ids,
             own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
         )
-    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1))
+    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1), outages)
     own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
     examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]

@@ -176,7 +176,7 @@ def make_rollout_side(
         joined=lockstep.joined(gate, stop, records.buffer_ledger, records.ledger),
         sampling=sampling,
         rollouts=rollouts,
-        gives_up=GivingUp(stop, sampling.router, inputs.serving.end_sessions),
+        gives_up=GivingUp(stop, sampling.router, inputs.serving.end_sessions, inputs.outages),
     )
 
 
@@ -199,6 +199,7 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         reuse=buffer.reuse,
         rank=RANKS[buffer.select],
         max_resampled=algorithm.max_resampled,
+        wants_pairs=config.pairs.loss is not None,
         has_signal=worth_learning(config),
     )
 
@@ -248,10 +249,12 @@ def make_rollouts(
             limits=limits,
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,
+            backoff_s=config.faults.backoff_s,
         ),
         make_env=inputs.envs,
         observe=prompts.observe,
         begins=inputs.opponents.begins,
+        outages=inputs.outages,
     )
 
 

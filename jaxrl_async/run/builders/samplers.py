@@ -18,6 +18,7 @@ from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups,
 from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
+from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Generate, Publisher, Replica
 from jaxrl_async.run.builders.engines import make_engines
 from jaxrl_async.run.builders.inputs import Inputs
@@ -86,18 +87,24 @@ class Sampling:
 
 
 class GivingUp:
-    """Whether a run that is to stop waits for answers no more: no sampler is there, or SIGTERM
-    leaves no time for slow environments, agents or samplers elsewhere. Once it is so it stays so:
-    the wait for live weights and the evaluation that follows are given up together."""
+    """Whether a run that is to stop waits for answers no more: no sampler is there, what answers is
+    away, or SIGTERM leaves no time for slow environments, agents or samplers elsewhere. Once it is
+    so it stays so: the wait for live weights and the evaluation that follows are given up
+    together."""
 
-    def __init__(self, stop: Stop, router: Router, end_sessions: Callable[[], None]) -> None:
+    def __init__(
+        self, stop: Stop, router: Router, end_sessions: Callable[[], None], outages: Outages
+    ) -> None:
         """end_sessions: called when it becomes so, that agents are told why they are cut off."""
-        self._stop, self._router, self._given_up = stop, router, False
+        self._stop, self._router, self._outages = stop, router, outages
+        self._given_up = False
         self._end_sessions = end_sessions
 
     def __call__(self) -> bool:
         """Return whether to wait no more."""
-        hurries = self._stop.is_set() and (self._stop.preempted or not self._router.living)
+        hurries = self._stop.is_set() and (
+            self._stop.preempted or not self._router.living or self._outages.away
+        )
         if hurries and not self._given_up:
             self._given_up = True
             self._end_sessions()

@@ -1,5 +1,6 @@
 """What scores the episodes: guarded scorers for training and for the evaluation."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
+from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Scorer
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
@@ -110,6 +112,7 @@ def make_scorers(
     lock: Lock,
     faults: FaultCounts,
     task: Task,
+    outages: Outages,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -121,8 +124,10 @@ def make_scorers(
         lock: shared with others on these devices.
         faults: counts what is survived.
         task: its environment and its functions judge, too.
+        outages: of what they ask.
     """
     section = config.reward
+    guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
     functions: RewardScorer | None = None
     if has_functions(section, task):
         others_judge = task.judges or section.model is not None or section.judge.judges_answers
@@ -142,14 +147,14 @@ def make_scorers(
     others = function
     if section.model is not None:
         others = _with_model(config, function, tokenizer, slices, lock)
-    judging = _Judging.of(config, tokenizer, faults)
+    judging = _Judging.of(config, tokenizer, faults, outages)
     training, evaluation = others, function or others
     trials: list[tuple[str, GuardedScorer]] = []
     if judging is not None and section.judge.judges_answers:
         training = judging.scorer(others)
         evaluation = function or judging.scorer(others, on_failure="fail")
         trial = judging.scorer(None, on_failure="fail")
-        trials.append(("reward.judge", _guarded(config.faults, trial, faults, retries=0)))
+        trials.append(("reward.judge", guarded(trial, retries=0)))
     if training is None or evaluation is None:
         raise ConfigError(
             "reward.function=none, and the task gives no reward: there is none at all. Set "
@@ -159,10 +164,10 @@ def make_scorers(
     if process is not None:
         steps = _process_scorer(config, NO_OUTCOME, judging, tokenizer, faults, waits=True)
         assert steps is not None, "it is configured"
-        trials.append(("reward.process", _guarded(config.faults, steps, faults, retries=0)))
+        trials.append(("reward.process", guarded(steps, retries=0)))
     return Scorers(
-        training=_guarded(config.faults, process or training, faults),
-        evaluation=_guarded(config.faults, evaluation, faults),
+        training=guarded(process or training),
+        evaluation=guarded(evaluation),
         desk=None if judging is None else judging.desk,
         process=process,
         functions=functions,
@@ -216,14 +221,16 @@ class _Judging:
     count: Callable[[str], None]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Tokenizer, faults: FaultCounts) -> "_Judging | None":
+    def of(
+        cls, config: Config, tokenizer: Tokenizer, faults: FaultCounts, outages: Outages
+    ) -> "_Judging | None":
         """Return the configured judge; None: there is none. Raises ConfigError."""
         section = config.reward.judge
         if section.model is None:
             return None
         return cls(
             section=section,
-            desk=make_desk(section, faults.add),
+            desk=make_desk(section, faults.add, outages),
             transcripts=Transcripts(decode=tokenizer.decode, decode_all=tokenizer.decode_all),
             rubric=rubric_of(section) if section.judges_answers else None,
             count=faults.add,
@@ -294,7 +301,12 @@ def built_in_graders(section: RewardSection, task: Task) -> dict[str, RewardFunc
 
 
 def _guarded(
-    section: FaultsSection, scorer: Scorer, faults: FaultCounts, retries: int | None = None
+    section: FaultsSection,
+    scorer: Scorer,
+    *,
+    faults: FaultCounts,
+    outages: Outages,
+    retries: int | None = None,
 ) -> GuardedScorer:
     return GuardedScorer(
         scorer,
@@ -302,6 +314,7 @@ def _guarded(
         retries=section.scorer_retries if retries is None else retries,
         backoff_s=section.backoff_s,
         count=faults.add,
+        outages=outages,
     )
 
 

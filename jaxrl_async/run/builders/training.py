@@ -97,6 +97,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
             retries=config.env.retries,
             backoff_s=config.faults.backoff_s,
             count=inputs.faults.add,
+            outages=inputs.outages,
         ),
         decode=inputs.tokenizer.decode,
         write=answers_writer(side.records.answers),

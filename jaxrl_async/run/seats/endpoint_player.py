@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.outages import Outages
 from jaxrl_async.run.seats.seating import chance, name_of_filling
 from jaxrl_async.scorers.judge import JudgeMeter
 from jaxrl_async.scorers.judge_client import JudgeBusy, JudgeClient, JudgeReply
@@ -37,6 +38,7 @@ class EndpointDesk:
         path: str,
         *,
         count: Callable[[str], None],
+        outages: Outages | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
@@ -45,9 +47,11 @@ class EndpointDesk:
             filling: the endpoint, its limits and retries.
             path: of the setting, for errors.
             count: called with the name of each fault (metrics/fault_counts.py).
+            outages: the run's; None: of its own.
             environ: where the API key is.
         """
         self._filling, self._path, self._count = filling, path, count
+        self._outages = outages or Outages(count=count)
         self._key = None
         if filling.key_env is not None and not (key := environ.get(filling.key_env)):
             raise ConfigError(
@@ -62,7 +66,8 @@ class EndpointDesk:
         self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
 
     async def reply(self, messages: Sequence[Message], seed: int) -> JudgeReply:
-        """Return the endpoint's next message. Raises RolloutError after the last try."""
+        """Return the endpoint's next message, in an outage once that is over. Raises
+        RolloutError."""
         filling = self._filling
         limits = {"temperature": filling.temperature, "max_tokens": filling.max_tokens}
         body = {
@@ -75,15 +80,20 @@ class EndpointDesk:
         tries = filling.retries + 1
         waits_s = sum(backoff_s(filling.backoff_s, number) for number in range(tries))
         limit_s = tries * filling.timeout_s + waits_s + MARGIN_S
-        try:
-            outcome = await run_async(lambda: self._tried(body), limit_s)
-        except TooLate:
-            raise RolloutError(
-                f"{self._path}: no message within {limit_s:g} s, all repeats included. Raise "
-                f"{self._path}.concurrency, or take a quicker endpoint."
-            ) from None
-        reply: JudgeReply = outcome.get()
-        return reply
+
+        async def unless_away() -> JudgeReply:
+            try:
+                outcome = await run_async(lambda: self._tried(body), limit_s)
+            except TooLate:
+                raise RolloutError(
+                    f"{self._path}: no message within {limit_s:g} s, all repeats included. Raise "
+                    f"{self._path}.concurrency, or take a quicker endpoint."
+                ) from None
+            reply: JudgeReply = outcome.get()
+            return reply
+
+        who = f"{self._path} at {filling.endpoint}"
+        return await self._outages.until_answered(who, unless_away)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

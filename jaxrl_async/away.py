@@ -1,0 +1,172 @@
+"""Whether an exception says that a service is away for now: a connection that broke or was refused,
+a time-out, 429, or 5xx. Such a call may succeed later; a bug does not go away.
+
+Exceptions of HTTP clients are known by their names and by the status that they carry: none of these
+libraries is imported. What an exception was explicitly raised from (`raise ... from error`) counts.
+"""
+
+import errno
+import math
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from jaxrl_async.errors import Away, EndpointMisset, JaxrlError
+
+STATUSES = (408, 425, 429, *range(500, 600))
+"""HTTP statuses after which the same call may succeed."""
+NAMES = frozenset(
+    (
+        *("TransportError", "TimeoutException", "NetworkError", "RemoteProtocolError"),  # httpx
+        *("ConnectionError", "Timeout", "ChunkedEncodingError"),  # requests
+        *("MaxRetryError", "NewConnectionError", "ReadTimeoutError", "ProtocolError"),  # urllib3
+        *("APIConnectionError", "APITimeoutError", "InternalServerError"),  # openai, anthropic
+        *("ServiceUnavailableError", "RateLimitError"),  # litellm
+        *("ClientConnectionError", "ClientPayloadError"),  # aiohttp
+        *("ConnectionClosed", "ConnectionClosedError"),  # websockets, botocore
+        *("IncompleteRead", "BadStatusLine"),  # http.client
+        *("BrokenResourceError", "ClosedResourceError", "EndOfStream"),  # anyio
+        *("HTTPClientError", "EndpointConnectionError", "AutoReconnect"),  # botocore, pymongo
+    )
+)
+"""Names of classes, or of their bases, that say so in whatever library."""
+LEAVES = frozenset(
+    (
+        *("ConnectError", "ConnectTimeout", "ReadError", "ReadTimeout", "WriteError"),
+        *("ConnectionRefusedError", "ConnectionResetError", "ConnectionAbortedError"),
+        *("BrokenPipeError", "RemoteDisconnected", "ServerDisconnectedError", "gaierror"),
+        *("ClientConnectorError", "ConnectionTimeoutError", "TunnelError"),
+    )
+)
+"""Names of classes that say so where an exception is there as text alone."""
+NEVER = frozenset(
+    ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "SSLCertVerificationError")
+)
+"""Names of classes below those above that say that the call is wrong."""
+GRPC_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED")
+MCP_NAMES = ("MCPError", "McpError")
+MCP_CLOSED = -32000
+"""Code of an MCP session whose connection was closed."""
+NETWORK = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "ETIMEDOUT", "ENETDOWN"),
+        *("ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
+        *("EADDRNOTAVAIL", "ECOMM", "EREMOTEIO"),
+    )
+    if hasattr(errno, name)
+)
+"""Error numbers of the network; those of files and memory are none."""
+CAUSES = 8
+"""Longest chain of causes that is looked at."""
+LONGEST_ASKED_S = 3600.0
+"""Longest wait of a Retry-After that is kept, seconds."""
+
+
+def away_in(error: BaseException | None) -> BaseException | None:
+    """Return the exception which says that a service is away: this one, or one that it was raised
+    from; None: it says something else."""
+    for _ in range(CAUSES):
+        if error is None:
+            return None
+        if isinstance(error, BaseExceptionGroup):
+            found = [away_in(one) for one in error.exceptions]
+            return found[0] if all(found) else None
+        says = _says_away(error)
+        if says is not None:
+            return error if says else None
+        error = error.__cause__
+    return None
+
+
+def says_away(text: str) -> bool:
+    """Return whether a text names an exception by which a service is away."""
+    return not (NAMES | LEAVES).isdisjoint(re.findall(r"[A-Za-z]+", text))
+
+
+def asked_wait_s(error: BaseException) -> float | None:
+    """Return the wait that the service asks for by Retry-After, seconds, at most an hour; None: it
+    asks for none."""
+    waits = [getattr(error, "wait_s", None)]
+    for holder in (error, getattr(error, "response", None)):
+        with suppress(Exception):  # whatever a foreign object's attributes are
+            waits.append(retry_after_s(getattr(holder, "headers", None) or {}))
+    asked = [float(s) for s in waits if isinstance(s, int | float) and s >= 0]
+    return min(asked[0], LONGEST_ASKED_S) if asked else None
+
+
+def retry_after_s(headers: Mapping[str, Any]) -> float | None:
+    """Return the wait that a Retry-After header asks for, seconds; None: none that can be read."""
+    given = headers.get("retry-after") or headers.get("Retry-After")
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(given).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _says_away(error: BaseException) -> bool | None:
+    """Return whether an exception itself says that a service is away; None: its cause may."""
+    if isinstance(error, Away):
+        return True
+    if isinstance(error, EndpointMisset):
+        return False
+    if isinstance(error, JaxrlError):  # ours that were raised by a time limit of ours have no cause
+        return False if isinstance(error, OSError) else None
+    if not isinstance(error, Exception):
+        return False
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & NEVER:
+        return False
+    status = _status_of(error)
+    if status is not None:
+        return status in STATUSES
+    if names & set(MCP_NAMES):
+        return getattr(error.__dict__.get("error"), "code", None) == MCP_CLOSED
+    if isinstance(error, OSError):
+        return _is_of_network(error)
+    return True if names & NAMES else None
+
+
+def _is_of_network(error: OSError) -> bool | None:
+    """Return whether an OSError is of the network, not of a file; one without a number may be."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, ValueError):  # of requests: an address without a scheme
+        return False
+    if isinstance(error, ssl.SSLError) or type(error).__name__ == "gaierror":
+        return True
+    reason = getattr(error, "reason", None)  # of urllib.error.URLError
+    if isinstance(reason, BaseException):
+        return _says_away(reason)
+    of_a_client = type(error) is OSError or type(error).__module__.startswith("requests.")
+    return error.errno in NETWORK if error.errno is not None else of_a_client
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an exception carries; a gRPC code as 503 or 400; None: none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # of botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    for holder in (error, response, error.__dict__.get("error")):
+        for name in ("status_code", "status", "code", "http_status"):
+            value: Any = None
+            with suppress(Exception):
+                value = getattr(holder, name, None)
+                if callable(value):
+                    value = value()
+            if type(value).__name__ == "StatusCode" and hasattr(value, "name"):
+                return 503 if value.name in GRPC_CODES else 400
+            if isinstance(value, int) and not isinstance(value, bool) and 400 <= value < 600:
+                return int(value)
+    return None

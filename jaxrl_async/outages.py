@@ -1,0 +1,330 @@
+"""Wait for services that are away: the one place in which calls of environments, tools, judges and
+rewards are made again for as long as an outage lasts.
+
+    attempt ──away?──> wait (growing, with chance in it, Retry-After kept) ──> attempt ──> answered
+                 ├──> others are answered meanwhile: this call alone is at fault, and fails
+                 └──> CALL_S are over: this call fails, and another one asks in its place
+
+A service is known by what it is called in messages. One that has not answered once since the run
+began is waited for only for a moment: its address is wrong, or it was never started.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+from jaxrl_async.away import asked_wait_s, away_in
+from jaxrl_async.errors import OutageTooLong, in_a_line
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.ports import Clock
+
+T = TypeVar("T")
+
+ENVIRONMENT = "the environment"
+"""What plays an episode beside the policy: an environment, a game or a program."""
+FIRST_S = 30.0
+"""How long a service is waited for that has never answered in this run, seconds."""
+TRIES = 5
+"""Times that a call is made again at least, though others are answered meanwhile."""
+CALL_S = 1200.0
+"""Longest time for which one call is made again, seconds: it may be the one that the service cannot
+answer. What needs it fails then, and what takes its place asks again."""
+CHANCE = 0.25
+"""Waits differ by at most this share, so that calls do not come back all at once."""
+TOLD_S = 60.0
+"""Time between two reports of one outage, seconds."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outage:
+    """One service that is away."""
+
+    since_s: float  # of its first failure, by the clock
+    since: float  # time.time()
+    given_up_s: float | None  # when its calls are given up, if they may be at fault themselves
+    error: str = ""  # the newest one
+    wait_s: float = 0.0  # the newest one
+    told_s: float | None = None  # when it was last reported
+
+
+class Outages:
+    """The services of one run that are away. Any thread and any event loop."""
+
+    def __init__(
+        self,
+        *,
+        longest_s: float | None = None,
+        backoff_first_s: float = 1.0,
+        count: Callable[[str], None] = lambda name: None,
+        clock: Clock = time.monotonic,
+        wall: Clock = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """Know of none.
+
+        Args:
+            longest_s: how long a service that has answered before is waited for, seconds; None:
+                for ever.
+            backoff_first_s: the first wait, seconds; each is twice the last, 60 s at most.
+            count: called with the name of each fault (metrics/fault_counts.py).
+            clock: for waits and durations.
+            wall: for the time of day.
+            sleep: waits for so many seconds.
+            chance: a number from 0 to 1 for each wait.
+        """
+        self._longest_s, self._first_s, self._count = longest_s, backoff_first_s, count
+        self._clock, self._wall, self._sleep, self._chance = clock, wall, sleep, chance
+        self._lock = threading.Lock()
+        self._away: dict[str, _Outage] = {}
+        self._unanswered: dict[str, tuple[float, float]] = {}  # since when, by both clocks
+        self._calls = Counter[str]()  # that have failed and are made again, by service
+        self._answered: dict[str, float] = {}  # when each service last did, by the clock
+        self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
+        self.reported = False
+        """Whether somebody asks for `reports`; if not, each outage is logged once, here."""
+
+    # ---- calls
+
+    async def until_answered(
+        self,
+        who: str,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        tries: int = TRIES,
+        patience_s: float = CALL_S,
+        optional: bool = False,
+    ) -> T:
+        """Return what `attempt` returns; await it again while the service is away.
+
+        Limits of time round the call (`time_limit`) are put off by as much as that takes.
+
+        Args:
+            who: the service, for people, such as "the environment's reset".
+            attempt: makes the call. What it raises that is no outage is raised at once.
+            tries: after so many further attempts the outage is raised if the service has answered
+                another call meanwhile: then this call alone is at fault.
+            patience_s: longest time from the first failure on, seconds, after which the outage is
+                raised.
+            optional: what is asked for may be at fault, as where the policy chooses an address:
+                a service that has never answered is not taken to be missing.
+
+        Raises OutageTooLong if the service has been away for longer than the run waits.
+        """
+        failures, first_s, sure_s = 0, 0.0, math.inf
+        given_up_s = patience_s if optional else None
+        try:
+            while True:
+                began_s = self._clock()
+                try:
+                    result = await attempt()
+                except Exception as error:
+                    away = away_in(error)
+                    if away is None:
+                        raise
+                    now_s = self._clock()
+                    if not failures:
+                        first_s = now_s
+                    elif failures == 1:
+                        sure_s = now_s
+                    if failures >= tries and self._only_this(who, sure_s, optional):
+                        raise
+                    if now_s - first_s >= patience_s:
+                        raise
+                    wait_s = self._wait_s(failures, away)
+                    self._note_away(
+                        who, away, now_s, wait_s, first=not failures, given_up_s=given_up_s
+                    )
+                    failures += 1
+                    self._raise_if_too_long(who, away)
+                else:
+                    self.answered(who)
+                    return result
+                self._count("outage_retries")
+                put_off_limits(now_s - began_s + wait_s)
+                await self._sleep(wait_s)
+        finally:
+            if failures:
+                self._note_over(who)
+
+    def answered(self, who: str) -> None:
+        """Note that a service has answered: it is there."""
+        now_s = self._clock()
+        with self._lock:
+            self._answered[who] = now_s
+            self._unanswered.pop(who, None)
+            outage = self._away.pop(who, None)
+            if outage is None:
+                return
+            self._end_of_all(now_s)
+        if outage.told_s is not None:
+            log.warning("%s is back after %s", who, spoken(now_s - outage.since_s))
+
+    def knows(self, who: str) -> None:
+        """Note that a service has answered at some time in this run: it exists."""
+        self._answered.setdefault(who, -math.inf)
+
+    # ---- for those who watch
+
+    @property
+    def away(self) -> bool:
+        """Whether a call waits for a service that is away."""
+        return bool(self._away)
+
+    def total_s(self) -> float:
+        """Return the seconds in which a service was away since the start."""
+        with self._lock:
+            return self._total_s + (self._clock() - self._began_s if self._away else 0.0)
+
+    def reports(self) -> list[str]:
+        """Return a line for each outage of which no line was returned for a minute."""
+        now_s, lines = self._clock(), []
+        with self._lock:
+            for who, outage in self._away.items():
+                if outage.told_s is not None and now_s - outage.told_s < TOLD_S:
+                    continue
+                outage.told_s = now_s
+                lines.append(self._told(who, outage, now_s))
+        return lines
+
+    def _told(self, who: str, outage: _Outage, now_s: float) -> str:
+        since = time.strftime("%H:%M:%S", time.localtime(outage.since))
+        longest_s = self._most_s(who, outage)
+        end = "they wait until it answers (faults.outage_s sets an end)"
+        if outage.given_up_s is not None:
+            end = f"each is given up after {spoken(outage.given_up_s)}"
+        elif longest_s is not None:
+            end = f"the run ends if that takes {spoken(longest_s)}"
+        return (
+            f"{who} has been away since {since} ({spoken(now_s - outage.since_s)}): "
+            f"{outage.error}. {self._calls[who]} calls wait, and are made again every "
+            f"{spoken(max(outage.wait_s, 1.0))} or so; {end}"
+        )
+
+    # ---- the state
+
+    def _wait_s(self, failures: int, away: BaseException) -> float:
+        wait_s = backoff_s(self._first_s, failures) * (1 + CHANCE * (2 * self._chance() - 1))
+        return max(wait_s, asked_wait_s(away) or 0.0)
+
+    def _only_this(self, who: str, sure_s: float, optional: bool) -> bool:
+        """Return whether the service has answered others since this call failed for the second
+        time; an optional one also if it has never answered."""
+        answered_s = self._answered.get(who)
+        return optional if answered_s is None else answered_s > sure_s
+
+    def _note_away(
+        self,
+        who: str,
+        away: BaseException,
+        now_s: float,
+        wait_s: float,
+        *,
+        first: bool,
+        given_up_s: float | None,
+    ) -> None:
+        said = in_a_line(away)
+        with self._lock:
+            self._calls[who] += first
+            if not self._away:
+                self._began_s = now_s
+            outage = self._away.get(who)
+            if outage is None:
+                since_s, since = self._unanswered.setdefault(who, (now_s, self._wall()))
+                outage = _Outage(since_s=since_s, since=since, given_up_s=given_up_s)
+                self._away[who] = outage
+                self._count("outages")
+            kind = type(away).__name__
+            outage.error, outage.wait_s = f"{kind}: {said}" if said else kind, wait_s
+            if not self.reported and outage.told_s is None:
+                outage.told_s = now_s
+                log.warning("%s", self._told(who, outage, now_s))
+
+    def _note_over(self, who: str) -> None:
+        """A call that has failed waits no more; without any that does, the outage is over."""
+        with self._lock:
+            self._calls[who] -= 1
+            if not self._calls[who] and self._away.pop(who, None) is not None:
+                self._end_of_all(self._clock())
+
+    def _end_of_all(self, now_s: float) -> None:
+        if not self._away:
+            self._total_s += now_s - self._began_s
+
+    def _most_s(self, who: str, outage: _Outage) -> float | None:
+        """Return how long a service is waited for, seconds; None: for ever."""
+        if outage.given_up_s is not None:
+            return None
+        if who in self._answered:
+            return self._longest_s
+        return FIRST_S if self._longest_s is None else min(FIRST_S, self._longest_s)
+
+    def _raise_if_too_long(self, who: str, away: BaseException) -> None:
+        outage = self._away.get(who)
+        most_s = None if outage is None else self._most_s(who, outage)
+        if most_s is None or outage is None:
+            return
+        for_s = self._clock() - outage.since_s
+        if for_s < most_s:
+            return
+        known = who in self._answered
+        why = (
+            f"faults.outage_s ({most_s:g}) ends the run. Everything is saved: --resume continues "
+            "once it is there"
+            if known
+            else "it has not answered once since the run began. See whether it runs and whether "
+            "its address is right"
+        )
+        raise OutageTooLong(
+            f"{who} has been away for {spoken(for_s)} ({outage.error}): {why}."
+        ) from away
+
+
+def spoken(seconds: float) -> str:
+    """Return a duration for people: 1.5 s, 12 min, 3.4 h."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# ---- limits of time that an outage puts off
+
+_limits: ContextVar[tuple[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], ...]] = ContextVar(
+    "limits", default=()
+)
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """Do as asyncio.timeout; outages inside, on this loop or on another, put it off."""
+    async with asyncio.timeout(seconds) as limit:
+        token = _limits.set((*_limits.get(), (asyncio.get_running_loop(), limit)))
+        try:
+            yield limit
+        finally:
+            _limits.reset(token)
+
+
+def put_off_limits(seconds: float) -> None:
+    """Give all limits of time round this call so many seconds more."""
+    for loop, limit in _limits.get():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_put_off, limit, seconds)
+
+
+def _put_off(limit: asyncio.Timeout, seconds: float) -> None:
+    ends_s = limit.when()
+    if ends_s is not None:
+        with contextlib.suppress(RuntimeError):  # it is over
+            limit.reschedule(ends_s + seconds)

@@ -1,0 +1,66 @@
+"""Say what a run waits for while it makes no step: services that are away, and groups from which
+nothing can be learnt."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from jaxrl_async.buffer.contents import BufferStats
+from jaxrl_async.outages import Outages
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""How often it is looked for something to say, seconds."""
+
+
+class Notices:
+    """Reports on the console and in the log. Owned by the thread in `run`; `stop` from any."""
+
+    def __init__(
+        self,
+        outages: Outages,
+        buffer: Callable[[], BufferStats],
+        show: Callable[[str], None],
+        *,
+        groups_per_step: int,
+    ) -> None:
+        """Say nothing yet.
+
+        Args:
+            outages: each is reported at once, and then once a minute.
+            buffer: reads the buffer's counters; each step's worth of groups that are dropped in a
+                row for want of a signal is reported.
+            show: shows a line on the console.
+            groups_per_step: a step's worth of groups.
+        """
+        self._outages, self._buffer, self._show = outages, buffer, show
+        self._wanted, self._told_steps = groups_per_step, 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Look until stopped."""
+        self._outages.reported = True
+        while not self._stopped.wait(LOOK_S):
+            self.look()
+
+    def stop(self) -> None:
+        """End `run`. Idempotent."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Report what is new."""
+        for line in self._outages.reports():
+            self._say(line)
+        stats = self._buffer()
+        steps = stats.barren // self._wanted
+        if steps > self._told_steps:
+            self._say(
+                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: nothing can "
+                f"be learnt from them ({stats.no_signal})"
+            )
+        self._told_steps = steps
+
+    def _say(self, line: str) -> None:
+        log.warning("%s", line)
+        self._show(line)
