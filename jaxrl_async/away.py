@@ -15,7 +15,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from jaxrl_async.errors import Away, EndpointMisset, JaxrlError
+from jaxrl_async.errors import Away, EndpointMisset, GivenUp, JaxrlError
 
 STATUSES = (408, 425, 429, *range(500, 600))
 """HTTP statuses after which the same call may succeed."""
@@ -118,7 +118,7 @@ def _says_away(error: BaseException) -> bool | None:
     """Return whether an exception itself says that a service is away; None: its cause may."""
     if isinstance(error, Away):
         return True
-    if isinstance(error, EndpointMisset):
+    if isinstance(error, EndpointMisset | GivenUp):
         return False
     if isinstance(error, JaxrlError):  # ours that were raised by a time limit of ours have no cause
         return False if isinstance(error, OSError) else None

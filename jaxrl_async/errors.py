@@ -91,6 +91,11 @@ class Away(RolloutError):
         self.wait_s = wait_s
 
 
+class GivenUp(RolloutError):
+    """A call was made again for long enough in an outage, and what needs it fails. It is no failure
+    of the user's code."""
+
+
 class EndpointMisset(RolloutError):
     """An endpoint that judges or plays will serve no call as it is set up: the run ends."""
 

@@ -16,14 +16,14 @@ import math
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jaxrl_async.away import asked_wait_s, away_in
-from jaxrl_async.errors import OutageTooLong, in_a_line
+from jaxrl_async.errors import GivenUp, JaxrlError, OutageTooLong, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.ports import Clock
 
@@ -38,6 +38,10 @@ TRIES = 5
 CALL_S = 1200.0
 """Longest time for which one call is made again, seconds: it may be the one that the service cannot
 answer. What needs it fails then, and what takes its place asks again."""
+ALONE_S = 120.0
+"""Longest time for which calls of one prompt are made again if no other's are, seconds."""
+LEAST_S = 0.1
+"""Shortest first wait, seconds."""
 CHANCE = 0.25
 """Waits differ by at most this share, so that calls do not come back all at once."""
 TOLD_S = 60.0
@@ -84,12 +88,14 @@ class Outages:
             sleep: waits for so many seconds.
             chance: a number from 0 to 1 for each wait.
         """
-        self._longest_s, self._first_s, self._count = longest_s, backoff_first_s, count
+        self._longest_s, self._count = longest_s, count
+        self._first_s = max(backoff_first_s, LEAST_S)
         self._clock, self._wall, self._sleep, self._chance = clock, wall, sleep, chance
         self._lock = threading.Lock()
         self._away: dict[str, _Outage] = {}
         self._unanswered: dict[str, tuple[float, float]] = {}  # since when, by both clocks
-        self._calls = Counter[str]()  # that have failed and are made again, by service
+        # calls that have failed and are made again, by service and what they are about
+        self._calls = defaultdict[str, Counter[object]](Counter)
         self._answered: dict[str, float] = {}  # when each service last did, by the clock
         self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
         self.reported = False
@@ -102,6 +108,7 @@ class Outages:
         who: str,
         attempt: Callable[[], Awaitable[T]],
         *,
+        about: object = None,
         tries: int = TRIES,
         patience_s: float = CALL_S,
         optional: bool = False,
@@ -113,16 +120,19 @@ class Outages:
         Args:
             who: the service, for people, such as "the environment's reset".
             attempt: makes the call. What it raises that is no outage is raised at once.
-            tries: after so many further attempts the outage is raised if the service has answered
+            tries: after so many further attempts the call is given up if the service has answered
                 another call meanwhile: then this call alone is at fault.
-            patience_s: longest time from the first failure on, seconds, after which the outage is
-                raised.
+            about: the prompt that the call is about; None: it is about another one than all others.
+            patience_s: longest time from the first failure on, seconds, after which the call is
+                given up.
             optional: what is asked for may be at fault, as where the policy chooses an address:
                 a service that has never answered is not taken to be missing.
 
-        Raises OutageTooLong if the service has been away for longer than the run waits.
+        Raises OutageTooLong if the service has been away for longer than the run waits, and
+        GivenUp if this call was made again for long enough.
         """
         failures, first_s, sure_s = 0, 0.0, math.inf
+        about = object() if about is None else about
         given_up_s = patience_s if optional else None
         try:
             while True:
@@ -138,13 +148,22 @@ class Outages:
                         first_s = now_s
                     elif failures == 1:
                         sure_s = now_s
-                    if failures >= tries and self._only_this(who, sure_s, optional):
-                        raise
+                    if failures >= tries and (
+                        self._is_well(who, sure_s, optional)
+                        or (self._is_alone(who) and self._is_well(who, first_s))
+                        or (self._is_alone(who) and now_s - first_s >= ALONE_S)
+                    ):
+                        raise GivenUp(_words(error)) from error
                     if now_s - first_s >= patience_s:
-                        raise
+                        raise GivenUp(_words(error)) from error
                     wait_s = self._wait_s(failures, away)
                     self._note_away(
-                        who, away, now_s, wait_s, first=not failures, given_up_s=given_up_s
+                        who,
+                        away,
+                        now_s,
+                        wait_s,
+                        about=None if failures else about,
+                        given_up_s=given_up_s,
                     )
                     failures += 1
                     self._raise_if_too_long(who, away)
@@ -156,7 +175,7 @@ class Outages:
                 await self._sleep(wait_s)
         finally:
             if failures:
-                self._note_over(who)
+                self._note_over(who, about)
 
     def answered(self, who: str) -> None:
         """Note that a service has answered: it is there."""
@@ -208,8 +227,8 @@ class Outages:
             end = f"the run ends if that takes {spoken(longest_s)}"
         return (
             f"{who} has been away since {since} ({spoken(now_s - outage.since_s)}): "
-            f"{outage.error}. {self._calls[who]} calls wait, and are made again every "
-            f"{spoken(max(outage.wait_s, 1.0))} or so; {end}"
+            f"{outage.error}. Calls that wait: {self._calls[who].total()}, each made again every "
+            f"{spoken(outage.wait_s)}; {end}"
         )
 
     # ---- the state
@@ -218,11 +237,15 @@ class Outages:
         wait_s = backoff_s(self._first_s, failures) * (1 + CHANCE * (2 * self._chance() - 1))
         return max(wait_s, asked_wait_s(away) or 0.0)
 
-    def _only_this(self, who: str, sure_s: float, optional: bool) -> bool:
-        """Return whether the service has answered others since this call failed for the second
-        time; an optional one also if it has never answered."""
+    def _is_well(self, who: str, since_s: float, optional: bool = False) -> bool:
+        """Return whether a service has answered another call since then; an optional one also if
+        it has never answered."""
         answered_s = self._answered.get(who)
-        return optional if answered_s is None else answered_s > sure_s
+        return optional if answered_s is None else answered_s > since_s
+
+    def _is_alone(self, who: str) -> bool:
+        """Return whether all calls that wait for a service are about one prompt."""
+        return len(self._calls[who]) == 1
 
     def _note_away(
         self,
@@ -231,12 +254,12 @@ class Outages:
         now_s: float,
         wait_s: float,
         *,
-        first: bool,
+        about: object,
         given_up_s: float | None,
     ) -> None:
-        said = in_a_line(away)
         with self._lock:
-            self._calls[who] += first
+            if about is not None:
+                self._calls[who][about] += 1
             if not self._away:
                 self._began_s = now_s
             outage = self._away.get(who)
@@ -245,17 +268,19 @@ class Outages:
                 outage = _Outage(since_s=since_s, since=since, given_up_s=given_up_s)
                 self._away[who] = outage
                 self._count("outages")
-            kind = type(away).__name__
-            outage.error, outage.wait_s = f"{kind}: {said}" if said else kind, wait_s
+            outage.error, outage.wait_s = _words(away), wait_s
             if not self.reported and outage.told_s is None:
                 outage.told_s = now_s
                 log.warning("%s", self._told(who, outage, now_s))
 
-    def _note_over(self, who: str) -> None:
+    def _note_over(self, who: str, about: object) -> None:
         """A call that has failed waits no more; without any that does, the outage is over."""
         with self._lock:
-            self._calls[who] -= 1
-            if not self._calls[who] and self._away.pop(who, None) is not None:
+            calls = self._calls[who]
+            calls[about] -= 1
+            if not calls[about]:
+                del calls[about]
+            if not calls and self._away.pop(who, None) is not None:
                 self._end_of_all(self._clock())
 
     def _end_of_all(self, now_s: float) -> None:
@@ -289,6 +314,13 @@ class Outages:
         raise OutageTooLong(
             f"{who} has been away for {spoken(for_s)} ({outage.error}): {why}."
         ) from away
+
+
+def _words(error: BaseException) -> str:
+    said, kind = in_a_line(error), type(error).__name__
+    if isinstance(error, JaxrlError):
+        return said
+    return f"{kind}: {said}" if said else kind
 
 
 def spoken(seconds: float) -> str:

@@ -26,6 +26,7 @@ from jaxrl_async.errors import (
     Away,
     DataError,
     EndpointMisset,
+    GivenUp,
     RolloutError,
     RolloutTimeout,
 )
@@ -37,7 +38,7 @@ from jaxrl_async.ports import ChatFormat, Reply
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
-from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async
+from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, told
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -131,9 +132,11 @@ class ChatEnvs:
                 "faults.env_timeout_s."
             ) from None
 
-    async def again(self, what: str, once: Callable[[], Awaitable[CallOutcome]]) -> CallOutcome:
+    async def again(
+        self, what: str, once: Callable[[], Awaitable[CallOutcome]], prompt: Prompt
+    ) -> CallOutcome:
         """Repeat what raises, at most env.retries times, and in an outage until that is over; not
-        what came too late. what: with an article, as Outages calls it."""
+        what came too late. what: as Outages calls it."""
 
         outcome = CallOutcome()
 
@@ -152,11 +155,10 @@ class ChatEnvs:
             return outcome
 
         try:
-            return await self.outages.until_answered(what, unless_away)
-        except Exception as error:
-            if error is outcome.error:  # the function's own
-                return outcome
-            raise
+            return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
+        except GivenUp:
+            assert outcome.error is not None, "it was away"
+            return CallOutcome(error=GivenUp(told(outcome.error)))
 
 
 class PlainEnvironment(Environment):
@@ -205,7 +207,7 @@ class ChatEnv:
             self._env = await self._envs.made()
             return await self._envs.call(self._env.reset, record)
 
-        said = value_of(await self._envs.again("the environment's reset", reset), "reset")
+        said = value_of(await self._envs.again("the environment (reset)", reset, prompt), "reset")
         messages = messages_of(said, "reset")
         if not messages:
             raise RolloutError(
@@ -233,7 +235,7 @@ class ChatEnv:
         env, talk = await self._ready(), self._talk
         message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
         answers = self.own_schemas or not self.schemas(prompt)
-        given = await self._answered(env, message) if answers else Step(done=True)
+        given = await self._answered(env, message, prompt) if answers else Step(done=True)
         said = messages_of(given.messages, "step")
         turns = talk.turns + 1
         done, cut_off = given.done or not said, False
@@ -333,12 +335,15 @@ class ChatEnv:
             self._env, self._saved = env, None
         return self._env
 
-    async def _answered(self, env: Environment, message: Message) -> Step:
+    async def _answered(self, env: Environment, message: Message, prompt: Prompt) -> Step:
         async def once() -> CallOutcome:
             return await self._envs.call(env.step, message)
 
-        again = self._envs.again("the environment's step", once) if env.repeatable else once()
-        given = value_of(await again, "step")
+        if env.repeatable:
+            outcome = await self._envs.again("the environment (step)", once, prompt)
+        else:
+            outcome = await once()
+        given = value_of(outcome, "step")
         self._envs.outages.knows(ENVIRONMENT)
         return given if isinstance(given, Step) else Step(messages=given)
 
@@ -350,7 +355,8 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     except (Away, EndpointMisset):
         raise
     except RolloutError as error:
-        raise RolloutError(f"the environment's {method} {error}") from error.__cause__
+        kind = GivenUp if isinstance(error, GivenUp) else RolloutError
+        raise kind(f"the environment's {method} {error}") from error.__cause__
 
 
 def earned_in(step: Step) -> Score:

@@ -645,7 +645,7 @@ class PlayAgain:
                 spent_s=spent_s,
             )
 
-        return await self.outages.until_answered(ENVIRONMENT, attempt)
+        return await self.outages.until_answered(ENVIRONMENT, attempt, about=prompt.prompt_id)
 
 
 def begin_again(

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl_async.away import away_in
-from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, RolloutTimeout
+from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Generate, Opens, Plays, Scorer
@@ -168,11 +167,9 @@ class _HeldOutPlay:
         for failures in range(effort.retries):
             try:
                 return await self._attempt(index, label)
-            except (RolloutTimeout, EndpointMisset):
+            except (RolloutTimeout, EndpointMisset, GivenUp):
                 raise
             except RolloutError as error:
-                if self._again is not None and away_in(error) is not None:
-                    raise  # it was waited for, long enough
                 wait_s = backoff_s(effort.backoff_s, failures)
                 effort.count("eval_retries")
                 log.warning("%s is played again in %.1f s: %s", label, wait_s, error)

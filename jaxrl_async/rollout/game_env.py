@@ -137,7 +137,7 @@ class GameEnvs:
                 await self.chat.call(game.close)
             return CallOutcome((game, outcome.value), outcome.error)
 
-        outcome = await self.chat.again("the game's reset", once)
+        outcome = await self.chat.again("the game (reset)", once, prompt)
         game, asked = value_of(outcome, "reset")
         return game, round_of(asked, game, "reset")
 

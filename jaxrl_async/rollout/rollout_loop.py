@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
-from jaxrl_async.away import away_in
 from jaxrl_async.errors import (
     Closed,
     EndpointMisset,
+    GivenUp,
     JaxrlError,
     RolloutError,
     SamplersLost,
@@ -562,8 +562,7 @@ class RolloutLoop:
         if isinstance(error, WeightsError | SamplersLost):
             raise error
         ticket, prompt = playing.ticket, playing.prompt
-        outage = self._again is not None and away_in(error) is not None
-        if not outage and playing.after >= self._failures_in_a_row:
+        if not isinstance(error, GivenUp) and playing.after >= self._failures_in_a_row:
             self._count_failure(prompt, error)
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)

@@ -22,6 +22,7 @@ from jaxrl_async.errors import (
     Closed,
     ConfigError,
     EndpointMisset,
+    GivenUp,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -84,7 +85,7 @@ class GuardedScorer:
         try:
             with self._calls.one():
                 scores = await self._outages.until_answered(
-                    REWARD, lambda: self._scored(episodes, prompt)
+                    REWARD, lambda: self._scored(episodes, prompt), about=prompt.prompt_id
                 )
                 return checked(scores, episodes, prompt)
         except RefusedScore:
@@ -99,7 +100,7 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
-            except (RefusedScore, EndpointMisset):
+            except (RefusedScore, EndpointMisset, GivenUp):
                 raise
             except RolloutError as error:
                 if not tries_left or away_in(error) is not None:

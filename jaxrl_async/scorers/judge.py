@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.errors import Away, ConfigError, RolloutError
+from jaxrl_async.errors import Away, ConfigError, GivenUp, RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Scorer
@@ -321,8 +321,10 @@ class JudgeScorer:
             if away and (self._on_failure == "fail" or not rows):
                 raise away[0]
 
-        with suppress(Away):  # it was waited for, long enough
-            await self._desk.outages.until_answered(self._desk.name, unless_away)
+        with suppress(GivenUp):  # it was waited for, long enough
+            await self._desk.outages.until_answered(
+                self._desk.name, unless_away, about=prompt.prompt_id
+            )
         if failures:
             self._note_failures(sum(one not in rows for one in shown), failures[0], prompt)
         neutral = self._neutral([rows[one] for one in shown if one in rows])
@@ -342,7 +344,8 @@ class JudgeScorer:
         for _ in range(answers):
             self._count("judge_failures")
         if self._on_failure == "fail":
-            raise RolloutError(
+            kind = GivenUp if isinstance(failure.reason, Away) else RolloutError
+            raise kind(
                 f"prompt {prompt.prompt_id}: {answers} answers could not be judged: "
                 f"{failure.reason}"
             )

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from jaxrl_async.away import away_in
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, GivenUp, RolloutError
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.task import Tool
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
@@ -155,10 +155,8 @@ class Toolbox:
             return await self._outages.until_answered(
                 f"the tool {name}", unless_away, tries=TRIES, patience_s=OUTAGE_S, optional=True
             )
-        except Exception as error:
-            if error is outcome.error:  # the tool's own
-                return outcome
-            raise
+        except GivenUp:
+            return outcome
 
     async def _called(self, work: functools.partial[Any]) -> CallOutcome:
         """Call a tool in a thread, or on the event loop of user code if it is async."""

@@ -112,7 +112,7 @@ def make_scorers(
     lock: Lock,
     faults: FaultCounts,
     task: Task,
-    outages: Outages,
+    outages: Outages | None = None,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -124,7 +124,7 @@ def make_scorers(
         lock: shared with others on these devices.
         faults: counts what is survived.
         task: its environment and its functions judge, too.
-        outages: of what they ask.
+        outages: of what they ask; None: of each one's own.
     """
     section = config.reward
     guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
@@ -222,7 +222,7 @@ class _Judging:
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Tokenizer, faults: FaultCounts, outages: Outages
+        cls, config: Config, tokenizer: Tokenizer, faults: FaultCounts, outages: Outages | None
     ) -> "_Judging | None":
         """Return the configured judge; None: there is none. Raises ConfigError."""
         section = config.reward.judge
@@ -305,7 +305,7 @@ def _guarded(
     scorer: Scorer,
     *,
     faults: FaultCounts,
-    outages: Outages,
+    outages: Outages | None,
     retries: int | None = None,
 ) -> GuardedScorer:
     return GuardedScorer(

@@ -1,0 +1,492 @@
+"""Services that are away: environments, tools, judges, rewards and agents' own servers."""
+
+import asyncio
+import errno
+import socket
+import ssl
+import urllib.error
+from email.message import Message as Headers
+
+import httpx2
+import numpy as np
+import pytest
+import requests
+from outage_clock import QuickOutages
+from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop
+
+from jaxrl_async.away import asked_wait_s, away_in, says_away
+from jaxrl_async.errors import (
+    Away,
+    EndpointMisset,
+    GivenUp,
+    OutageTooLong,
+    RolloutError,
+    RolloutTimeout,
+)
+from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, time_limit
+from jaxrl_async.ports import Reply
+from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
+from jaxrl_async.scorers.guard import GuardedScorer
+from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
+from jaxrl_async.tasks.usercode import Threads, run_async
+from jaxrl_async.types import Prompt
+
+URL = "http://x.example/v1"
+
+
+def answer(status, **headers):
+    return httpx2.Response(status, headers=headers, request=httpx2.Request("POST", URL))
+
+
+def http_error(status, **headers):
+    try:
+        answer(status, **headers).raise_for_status()
+    except httpx2.HTTPStatusError as error:
+        return error
+
+
+def of_requests(status):
+    reply = requests.Response()
+    reply.status_code = status
+    return requests.HTTPError("x", response=reply)
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+class Status(Exception):
+    """As of openai, aiohttp and others."""
+
+    def __init__(self, **fields):
+        super().__init__("x")
+        self.__dict__ |= fields
+
+
+AWAY = [
+    ConnectionError("x"),
+    ConnectionRefusedError(errno.ECONNREFUSED, "x"),
+    TimeoutError(),
+    OSError("server away"),
+    OSError(errno.EHOSTUNREACH, "x"),
+    socket.gaierror(socket.EAI_AGAIN, "x"),
+    ssl.SSLEOFError(8, "x"),
+    httpx2.ConnectError("x"),
+    httpx2.ReadTimeout("x"),
+    *(http_error(status) for status in (408, 429, 500, 502, 503, 504, 529)),
+    requests.ConnectionError("x"),
+    requests.Timeout("x"),
+    of_requests(503),
+    urllib.error.URLError(ConnectionRefusedError()),
+    urllib.error.HTTPError(URL, 503, "x", Headers(), None),
+    Status(status_code=429),
+    Status(status=502),
+    caused(RuntimeError("the sandbox does not start"), ConnectionError("x")),
+    caused(RolloutError("x"), caused(ValueError("x"), TimeoutError())),
+    ExceptionGroup("x", [ConnectionError("x"), httpx2.ReadError("x")]),
+    Away("x"),
+]
+NOT_AWAY = [
+    TypeError("x"),
+    KeyError("x"),
+    FileNotFoundError(errno.ENOENT, "x"),
+    FileNotFoundError("x"),
+    PermissionError("x"),
+    OSError(errno.ENOSPC, "x"),
+    OSError(errno.EMFILE, "x"),
+    *(http_error(status) for status in (400, 401, 403, 404, 422)),
+    of_requests(404),
+    requests.exceptions.MissingSchema("x"),
+    requests.exceptions.InvalidURL("x"),
+    httpx2.UnsupportedProtocol("x"),
+    ssl.SSLCertVerificationError(1, "x"),
+    urllib.error.HTTPError(URL, 404, "x", Headers(), None),
+    Status(status_code=400),
+    caused(http_error(404), ConnectionError("x")),
+    RolloutTimeout("a limit of ours"),
+    EndpointMisset("x"),
+    SystemExit(503),
+    KeyboardInterrupt(),
+    ExceptionGroup("x", [ConnectionError("x"), TypeError("x")]),
+    None,
+]
+
+
+@pytest.mark.parametrize("error", AWAY, ids=repr)
+def test_a_service_that_is_away_is_known_by_what_its_client_raises(error):
+    assert away_in(error) is not None
+
+
+@pytest.mark.parametrize("error", NOT_AWAY, ids=repr)
+def test_what_will_not_pass_is_no_outage(error):
+    assert away_in(error) is None
+
+
+def test_an_exception_in_words_is_known_by_its_name():
+    assert says_away("ToolsetError: serve: ConnectError: all connection attempts failed")
+    assert not says_away("TaskError: KeyError: 'x'")
+
+
+def test_retry_after_is_read_of_any_client():
+    assert asked_wait_s(http_error(429, **{"Retry-After": "7"})) == 7
+    assert asked_wait_s(Away("x", 3.0)) == 3 and asked_wait_s(ConnectionError()) is None
+    headers = Headers()
+    headers["Retry-After"] = "12"
+    assert asked_wait_s(urllib.error.HTTPError(URL, 503, "x", headers, None)) == 12
+    assert asked_wait_s(http_error(429, **{"Retry-After": "999999"})) == 3600
+
+
+# ---- one call
+
+
+async def beside_another(outages, who, attempt):
+    """Make a call while one of another prompt fails, too."""
+
+    async def fails():
+        raise ConnectionError("of another prompt")
+
+    other = asyncio.ensure_future(outages.until_answered(who, fails, about="another"))
+    try:
+        return await outages.until_answered(who, attempt, about="this")
+    finally:
+        other.cancel()
+
+
+def failing(*errors):
+    """Return an attempt that raises these, and then gives 5; None among them: it gives 5."""
+    left = list(errors)
+
+    async def attempt():
+        error = left.pop(0) if left else None
+        if error is not None:
+            raise error
+        return 5
+
+    return attempt
+
+
+def test_a_call_is_made_again_with_growing_waits_and_retry_after_is_kept():
+    outages = QuickOutages()
+    outages.answered("the judge")
+    errors = [*[ConnectionError("x")] * 8, http_error(429, **{"Retry-After": "90"})]
+    assert asyncio.run(beside_another(outages, "the judge", failing(*errors))) == 5
+    waits = [1, 2, 4, 8, 16, 32, 60, 60, 90]
+    assert [wait for wait in outages.waits if wait in waits[:7]][:14] == sorted(2 * waits[:7])
+    assert outages.waits.count(90) == 1 and outages.counted["outage_retries"] >= 18
+    assert outages.total_s() == pytest.approx(273, abs=9) and not outages.away
+
+
+def test_ten_minutes_are_waited_out_and_told_once_a_minute():
+    outages, lines = QuickOutages(), []
+    outages.reported = True
+    outages.answered("the judge")
+
+    async def away():
+        lines.extend((outages.clock.now_s, line) for line in outages.reports())
+        if outages.clock.now_s < 600:
+            raise ConnectionError("refused")
+        return 5
+
+    async def watched():
+        call = asyncio.ensure_future(beside_another(outages, "the judge", away))
+        while not call.done():
+            lines.extend((outages.clock.now_s, line) for line in outages.reports())
+            await asyncio.sleep(0)
+        return await call
+
+    assert asyncio.run(watched()) == 5
+    times = [at for at, _ in lines]
+    assert 9 <= len(lines) <= 11 and min(np.diff(times)) >= 60
+    first = lines[0][1]
+    assert "the judge has been away since" in first and "ConnectionError: refused" in first
+    assert ("faults.outage_s" in first and "10 min" in lines[-1][1]) or "9 min" in lines[-1][1]
+
+
+def test_waits_differ_so_that_calls_do_not_come_back_at_once():
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    async def go():
+        outages = Outages(sleep=sleep)
+        outages.answered("x")
+        for _ in range(20):
+            await outages.until_answered("x", failing(ConnectionError()))
+
+    asyncio.run(go())
+    assert len(set(waits)) > 10 and min(waits) >= 0.75 and max(waits) <= 1.25
+
+
+def test_a_server_that_never_existed_fails_fast_and_says_so():
+    outages = QuickOutages()
+    with pytest.raises(OutageTooLong, match=r"not answered once.*its address is right"):
+        asyncio.run(outages.until_answered("the judge", failing(*[ConnectionError("x")] * 99)))
+    assert outages.clock.now_s <= 2 * FIRST_S and not outages.away
+
+
+def test_a_setting_ends_a_run_after_its_time():
+    outages = QuickOutages(longest_s=300.0)
+    outages.answered("the judge")
+    with pytest.raises(OutageTooLong, match=r"faults\.outage_s \(300\).*--resume"):
+        attempt = failing(*[ConnectionError("x")] * 99)
+        asyncio.run(beside_another(outages, "the judge", attempt))
+    assert 300 <= outages.clock.now_s <= 365
+
+
+def test_a_bug_is_raised_at_once():
+    outages = QuickOutages()
+    with pytest.raises(TypeError):
+        asyncio.run(outages.until_answered("x", failing(TypeError("x"))))
+    assert not outages.waits and not outages.counted
+
+
+@pytest.mark.parametrize("others", ["meanwhile", "just after", "never"])
+def test_a_call_that_alone_fails_is_given_up_and_not_the_run(others):
+    outages = QuickOutages()
+    outages.answered("x")
+
+    async def go():
+        bad = asyncio.ensure_future(
+            outages.until_answered("x", failing(*[TimeoutError()] * 99), about=1)
+        )
+        await asyncio.sleep(0)
+        outages.clock.advance(0.1)
+        while not bad.done():
+            if others != "never":
+                await outages.until_answered("x", failing(), about=2)
+            if others == "just after":
+                return await bad
+            await asyncio.sleep(0.001)
+        return await bad
+
+    with pytest.raises(GivenUp, match="TimeoutError"):
+        asyncio.run(go())
+    assert outages.clock.now_s <= (ALONE_S + 65 if others == "never" else 35)
+
+
+def test_calls_of_several_prompts_wait_for_longer_than_one_alone():
+    outages = QuickOutages()
+    outages.answered("x")
+
+    async def go():
+        calls = (
+            outages.until_answered("x", failing(*[TimeoutError()] * 99), about=n) for n in range(3)
+        )
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert all(isinstance(e, GivenUp) for e in asyncio.run(go()))
+    assert outages.clock.now_s >= CALL_S
+
+
+def test_an_outage_puts_off_the_time_limits_round_it_on_other_loops_too():
+    async def sleep(seconds):
+        await asyncio.sleep(0.3)  # longer than the limit
+
+    outages = Outages(sleep=sleep)
+    outages.answered("x")
+
+    async def inner():
+        return await outages.until_answered("x", failing(*[ConnectionError()] * 3))
+
+    async def go():
+        async with time_limit(0.2):
+            return (await run_async(inner, 0.2)).get()
+
+    assert asyncio.run(asyncio.wait_for(go(), 20)) == 5
+
+    async def late():
+        async with time_limit(0.05):
+            await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(late())
+
+
+# ---- who makes calls
+
+
+class Server:
+    """Is away from its `first` call on until it has refused so many."""
+
+    def __init__(self, first, refuses, error=None):
+        error = error or ConnectionError("server away")
+        self.asked, self.first, self.refuses, self.error = 0, first, refuses, error
+
+    def ask(self):
+        self.asked += 1
+        if self.first <= self.asked < self.first + self.refuses:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ConnectionError("x"), TimeoutError(), http_error(503)], ids=repr)
+def test_episodes_in_flight_in_an_outage_are_played_again_with_the_same_prompts(error):
+    server = Server(5, 20, error)
+
+    class Remote:
+        def __init__(self, prompt):
+            self.prompt = prompt
+
+        async def step(self, prompt, completion):
+            server.ask()
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+    outages = QuickOutages()
+    gate = ScriptedGate(4, 4)
+    asyncio.run(make_loop(gate, make_env=Remote, outages=outages, max_failures=2).run())
+    assert not gate.failed
+    assert sorted(g.prompt.position for g in gate.put_groups) == list(range(8))
+    assert outages.counted["outage_retries"] >= 20 and not outages.away
+
+
+def test_an_outage_changes_no_request():
+    """The same prompt, member and position: the same random numbers."""
+    calls = []
+    for refuses in (0, 3):
+        server = Server(1, refuses)
+
+        class Remote:
+            def __init__(self, prompt):
+                pass
+
+            async def step(self, prompt, completion, server=server):
+                server.ask()
+                return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+        generate, outages = EchoGenerate(), QuickOutages()
+        outages.answered("the environment")
+        loop = make_loop(ScriptedGate(2), generate, make_env=Remote, outages=outages)
+        asyncio.run(loop.run())
+        calls.append({one for call in generate.calls for one in call})
+    assert calls[0] == calls[1]
+
+
+def test_rewards_wait_for_an_outage_and_a_bug_ends_the_run():
+    server = Server(3, 10, http_error(429, **{"Retry-After": "3"}))
+
+    class Remote(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            server.ask()
+            return await super().__call__(episodes, prompt)
+
+    outages, gate = QuickOutages(), ScriptedGate(4, 4)
+    scorer = GuardedScorer(Remote(), timeout_s=5, outages=outages)
+    asyncio.run(make_loop(gate, scorer=scorer, max_failures=2).run())
+    assert not gate.failed and len(gate.put_groups) == 8 and min(outages.waits) >= 3
+    scorer = GuardedScorer(Server(0, 0).ask, timeout_s=5, outages=QuickOutages())
+    loop = make_loop(ScriptedGate(*[1] * 40), scorer=scorer, max_failures=3)
+    with pytest.raises(RolloutError, match=r"3 groups failed in a row.*TypeError"):
+        asyncio.run(asyncio.wait_for(loop.run(), 30))
+
+
+def test_held_out_episodes_wait_as_those_for_training_do():
+    server = Server(2, 30)
+
+    class Remote:
+        def __init__(self, prompt):
+            pass
+
+        async def step(self, prompt, completion):
+            server.ask()
+            return Reply(token_ids=np.zeros(0, np.int32), done=True)
+
+    outages = QuickOutages()
+    outages.knows("the environment")
+    prompts = [
+        Prompt(prompt_id=i, token_ids=np.array([1, 2], np.int32), text="", reference="", position=i)
+        for i in range(4)
+    ]
+    result = asyncio.run(
+        evaluate(
+            EchoGenerate(),
+            prompts,
+            PositionScorer(),
+            stop_token_ids=(0,),
+            max_new_tokens=4,
+            max_length=10,
+            make_env=Remote,
+            effort=EvalEffort(outages=outages),
+        )
+    )
+    assert result.num_prompts == 4 and result.mean_reward == 1.5
+
+
+def test_a_tool_is_called_again_and_the_policy_is_told_only_of_its_own_errors():
+    server = Server(2, 7)
+
+    def search(query: str) -> str:
+        """Search."""
+        if query == "bad":
+            raise ConnectionError("no such host")
+        server.ask()
+        return "found"
+
+    def call(query):
+        function = {"name": "search", "arguments": {"query": query}}
+        return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+    async def go(*queries):
+        outages = QuickOutages()
+        box = Toolbox([search], Threads(4), ToolLimits(), outages=outages)
+        told = [(await box(call(query)))[0]["content"] for query in queries]
+        return told, outages
+
+    told, outages = asyncio.run(go("a", "b"))
+    assert told == ["found", "found"] and outages.counted["outage_retries"] == 7
+    told, outages = asyncio.run(go("bad"))  # it has never answered: the policy's own address
+    assert "ConnectionError: no such host" in told[0] and outages.waits == [1, 2]
+    server.asked, server.refuses = 0, 10**6
+    told, outages = asyncio.run(go("a", "b"))
+    assert "server away" in told[1] and ALONE_S <= outages.clock.now_s <= ALONE_S + 65
+
+
+# ---- failures in a row
+
+
+def test_groups_in_flight_when_one_fails_are_no_failures_in_a_row():
+    """Before, eight groups of one moment were eight in a row."""
+    gate = ScriptedGate(12, 2)
+    scorer = PositionScorer(broken=range(12))
+    asyncio.run(make_loop(gate, scorer=scorer, max_failures=2).run())
+    assert len(gate.failed) == 12 and len(gate.put_groups) == 2
+
+
+class OneAtATime(ScriptedGate):
+    """Gives the next ticket once the last one is back; `at` has the time of each."""
+
+    def __init__(self, *bursts, clock):
+        super().__init__(*bursts)
+        self.clock, self.at = clock, []
+
+    def admit(self, timeout_s=None):
+        if len(self.put_groups) + len(self.failed) < self.given:
+            self.clock.advance(0.5)
+            return ()
+        tickets = super().admit(timeout_s)
+        self.at += [self.clock.now_s] * bool(tickets)
+        return tickets
+
+
+def test_after_a_failure_the_next_ticket_waits_twice_as_long_each_time():
+    outages, begun = QuickOutages(), []
+    gate = OneAtATime(*[1] * 8, clock=outages.clock)
+    loop = make_loop(
+        gate,
+        scorer=PositionScorer(broken=range(1, 7)),
+        begins=lambda ticket, prompt: begun.append(outages.clock.now_s),
+        clock=outages.clock,
+    )
+    asyncio.run(loop.run())
+    assert len(gate.failed) == 6 and len(gate.put_groups) == 2
+    waits = np.diff(begun)[1:7]
+    assert all(2**n <= wait <= 2**n + 2 for n, wait in enumerate(waits))
+
+
+def test_before_the_first_success_a_bug_ends_the_run_without_a_wait():
+    outages = QuickOutages()
+    gate = OneAtATime(*[1] * 20, clock=outages.clock)
+    loop = make_loop(gate, scorer=PositionScorer(broken=range(99)), clock=outages.clock)
+    with pytest.raises(RolloutError, match="8 groups failed in a row, each begun after the one"):
+        asyncio.run(loop.run())
+    assert outages.clock.now_s < 60 and len(gate.failed) == 7
