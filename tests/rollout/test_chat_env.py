@@ -360,13 +360,13 @@ class Flaky(Environment):
 
     def reset(self, record):
         if Flaky.made < 3:
-            raise OSError("not yet")
+            raise ValueError("not yet")
         return record["question"]
 
     def step(self, message):
         self.steps += 1
         if self.steps < 2:
-            raise OSError("again")
+            raise ValueError("again")
         return Step(reward=1.0)
 
 
@@ -375,7 +375,7 @@ def test_a_reset_is_tried_again_with_a_new_environment_and_a_repeatable_step_too
     episode, *_, counted = play(Task(environment=Flaky), "one")
     assert episode.score.total == 1 and Flaky.made == 3 and counted == {"env_retries": 3}
     Flaky.made = 0
-    with pytest.raises(RolloutError, match="the environment's reset raised OSError: not yet"):
+    with pytest.raises(RolloutError, match="the environment's reset raised ValueError: not yet"):
         play(Task(environment=Flaky), "one", retries=1)
 
 

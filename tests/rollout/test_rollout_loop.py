@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from outage_clock import QuickOutages
 from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, prompts
 
 from jaxrl_async.codec import dumps, loads
@@ -136,7 +137,7 @@ def test_whatever_a_users_code_raises_fails_its_group_and_gives_the_ticket_back(
     loop = make_loop(
         gate,
         make_env=GuardedEnvs(Broken, timeout_s=20, vocab_size=10),
-        scorer=GuardedScorer(BrokenScorer(), timeout_s=20),
+        scorer=GuardedScorer(BrokenScorer(), timeout_s=20, outages=QuickOutages()),
     )
     on_a_thread(lambda: asyncio.run(asyncio.wait_for(loop.run(), 30)))
     assert gate.failed == [(1, 1, Drop.FAILED)]
@@ -188,8 +189,15 @@ def test_each_scored_group_is_observed_before_the_gate_has_it():
     assert sorted(seen) == [0, 2, 3]
 
 
+class OneAtATime(ScriptedGate):
+    def admit(self, timeout_s=None):
+        while len(self.put_groups) + len(self.failed) < self.given:
+            return ()
+        return super().admit(timeout_s)
+
+
 def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
-    gate = ScriptedGate(*[1] * 20)
+    gate = OneAtATime(*[1] * 20)
     loop = make_loop(gate, scorer=PositionScorer(broken=range(100)), max_failures=3)
     with pytest.raises(
         RolloutError, match=r"3 groups failed in a row.*The first failure was: no reward for 0"
@@ -220,15 +228,10 @@ def test_an_endpoint_that_will_serve_no_call_ends_the_run_at_once(size):
 
 
 def test_a_success_between_failures_forgives_them():
-    class OneAtATime(ScriptedGate):
-        def admit(self, timeout_s=None):
-            while len(self.put_groups) + len(self.failed) < self.given:
-                return ()
-            return super().admit(timeout_s)
-
     gate = OneAtATime(*[1] * 9)
     broken = [i for i in range(9) if i % 3]
-    asyncio.run(make_loop(gate, scorer=PositionScorer(broken=broken), max_failures=3).run())
+    loop = make_loop(gate, scorer=PositionScorer(broken=broken), max_failures=3, backoff_s=0.01)
+    asyncio.run(loop.run())
     assert len(gate.failed) == 6
 
 
