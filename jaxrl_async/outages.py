@@ -70,6 +70,7 @@ class Outages:
         *,
         longest_s: float | None = None,
         backoff_first_s: float = 1.0,
+        known: bool = False,
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
@@ -82,13 +83,14 @@ class Outages:
             longest_s: how long a service that has answered before is waited for, seconds; None:
                 for ever.
             backoff_first_s: the first wait, seconds; each is twice the last, 60 s at most.
+            known: all services have answered before, as in a run that is resumed.
             count: called with the name of each fault (metrics/fault_counts.py).
             clock: for waits and durations.
             wall: for the time of day.
             sleep: waits for so many seconds.
             chance: a number from 0 to 1 for each wait.
         """
-        self._longest_s, self._count = longest_s, count
+        self._longest_s, self._known, self._count = longest_s, known, count
         self._first_s = max(backoff_first_s, LEAST_S)
         self._clock, self._wall, self._sleep, self._chance = clock, wall, sleep, chance
         self._lock = threading.Lock()
@@ -99,7 +101,7 @@ class Outages:
         self._answered: dict[str, float] = {}  # when each service last did, by the clock
         self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
         self.reported = False
-        """Whether somebody asks for `reports`; if not, each outage is logged once, here."""
+        """Whether somebody asks for `reports`; if not, each outage is logged here, as often."""
 
     # ---- calls
 
@@ -269,7 +271,8 @@ class Outages:
                 self._away[who] = outage
                 self._count("outages")
             outage.error, outage.wait_s = _words(away), wait_s
-            if not self.reported and outage.told_s is None:
+            told_s = -math.inf if outage.told_s is None else outage.told_s
+            if not self.reported and now_s - told_s >= TOLD_S:
                 outage.told_s = now_s
                 log.warning("%s", self._told(who, outage, now_s))
 
@@ -291,7 +294,7 @@ class Outages:
         """Return how long a service is waited for, seconds; None: for ever."""
         if outage.given_up_s is not None:
             return None
-        if who in self._answered:
+        if self._known or who in self._answered:
             return self._longest_s
         return FIRST_S if self._longest_s is None else min(FIRST_S, self._longest_s)
 
@@ -303,7 +306,7 @@ class Outages:
         for_s = self._clock() - outage.since_s
         if for_s < most_s:
             return
-        known = who in self._answered
+        known = self._known or who in self._answered
         why = (
             f"faults.outage_s ({most_s:g}) ends the run. Everything is saved: --resume continues "
             "once it is there"

@@ -2,8 +2,13 @@
 
 import asyncio
 import errno
+import logging
+import os
+import signal
 import socket
 import ssl
+import threading
+import time
 import urllib.error
 from email.message import Message as Headers
 
@@ -14,6 +19,7 @@ import requests
 from outage_clock import QuickOutages
 from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop
 
+import jaxrl_async as jr
 from jaxrl_async.away import asked_wait_s, away_in, says_away
 from jaxrl_async.errors import (
     Away,
@@ -23,6 +29,7 @@ from jaxrl_async.errors import (
     RolloutError,
     RolloutTimeout,
 )
+from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, time_limit
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
@@ -224,6 +231,21 @@ def test_a_server_that_never_existed_fails_fast_and_says_so():
     with pytest.raises(OutageTooLong, match=r"not answered once.*its address is right"):
         asyncio.run(outages.until_answered("the judge", failing(*[ConnectionError("x")] * 99)))
     assert outages.clock.now_s <= 2 * FIRST_S and not outages.away
+
+
+def test_a_resumed_run_waits_for_a_server_that_the_earlier_one_knew():
+    outages = QuickOutages(known=True)
+    attempt = failing(*[ConnectionError("x")] * 9)
+    assert asyncio.run(beside_another(outages, "the judge", attempt)) == 5
+
+
+def test_without_a_reporter_each_outage_is_logged_each_minute(caplog):
+    outages = QuickOutages(known=True)
+    attempt = failing(*[ConnectionError("x")] * 12)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(beside_another(outages, "the judge", attempt))
+    told = [r.getMessage() for r in caplog.records if "has been away since" in r.getMessage()]
+    assert 5 <= len(told) <= 9 and "is back after" in caplog.text
 
 
 def test_a_setting_ends_a_run_after_its_time():
@@ -490,3 +512,84 @@ def test_before_the_first_success_a_bug_ends_the_run_without_a_wait():
     with pytest.raises(RolloutError, match="8 groups failed in a row, each begun after the one"):
         asyncio.run(loop.run())
     assert outages.clock.now_s < 60 and len(gate.failed) == 7
+
+
+# ---- whole runs
+
+SMALL = {
+    "model": {
+        "architecture": {
+            "layers": 1,
+            "width": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 16,
+            "mlp": 32,
+        }
+    },
+    "data": {"addition": {"digits": 1, "eval_size": 8}},
+    "sampler": {"slots": 16, "max_length": 24, "max_new_tokens": 4},
+    "algorithm": {"group_size": 2, "groups_per_step": 4},
+    "eval": {"every": 0},
+    "metrics": {"tensorboard": False},
+    "staleness": {"max_staleness": 0},
+    "faults": {"backoff_s": 0.2, "watchdog_s": 60.0},
+}
+
+
+class RemoteReward:
+    """A reward that is away from its call `first` on, for so many seconds."""
+
+    def __init__(self, first, away_s, told=lambda: None):
+        self.asked, self.first, self.away_s, self.told, self.since = 0, first, away_s, told, None
+
+    def __call__(self, completion):
+        self.asked += 1
+        if self.asked >= self.first and self.since is None:
+            self.since = time.monotonic()
+            self.told()
+        if self.since is not None and time.monotonic() - self.since < self.away_s:
+            raise ConnectionError("server away")
+        return float(len(completion) % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_run_waits_for_a_reward_that_is_away_and_makes_every_step(tmp_path, capsys):
+    config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 4}}
+    run = jr.train(reward=RemoteReward(20, 4.0), config=config)
+    lines = read_lines(run.path / "metrics.jsonl")
+    assert [line["step"] for line in lines][-1] == 4
+    assert sum(line.get("faults/outage_s", 0) for line in lines) >= 3
+    assert not sum(line.get("faults/failed_groups", 0) for line in lines)
+    shown = capsys.readouterr()
+    assert "waiting: the reward has been away since" in shown.out
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("every", [0, 1], ids=["training", "evaluating"])
+def test_a_stop_during_an_outage_saves_and_ends_as_usual(tmp_path, number, every):
+    def stop():
+        threading.Timer(2.0, lambda: os.kill(os.getpid(), number)).start()
+
+    config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 40}, "eval": {"every": every}}
+    reward = RemoteReward(26, 10_000.0, stop)
+    try:
+        jr.train(reward=reward, config=config)
+        ended = signal.SIGINT
+    except Preempted:
+        ended = signal.SIGTERM
+    assert ended == number and time.monotonic() - reward.since < 60
+    assert any((tmp_path / "run/checkpoints").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_an_end_of_outages_that_is_set_ends_the_run_saved(tmp_path):
+    config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 40}}
+    config["faults"] = {**SMALL["faults"], "outage_s": 3.0}
+    with pytest.raises(OutageTooLong, match=r"has been away for.*faults\.outage_s \(3\)"):
+        jr.train(reward=RemoteReward(20, 10_000.0), config=config)
+    assert any((tmp_path / "run/checkpoints").iterdir())

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_judge import FakeJudge
+from outage_clock import QuickOutages
 
 from jaxrl_async.config.judge_section import Criterion, JudgeSection
-from jaxrl_async.errors import ConfigError, EndpointMisset, RolloutError
+from jaxrl_async.errors import ConfigError, EndpointMisset, OutageTooLong, RolloutError
 from jaxrl_async.scorers import judge_cache
 from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.scorers.judge import JudgeScorer, Transcripts, make_desk
@@ -68,11 +69,11 @@ def section(server: FakeJudge, **settings) -> JudgeSection:
     return JudgeSection.model_validate(wish | settings)
 
 
-def judged(server, answers, *, others=None, cache: Path | None = None, **settings):
+def judged(server, answers, *, others=None, cache: Path | None = None, outages=None, **settings):
     """The scores or the error of a group, the faults, the meter's totals."""
     faults = Counter()
     chosen = section(server, **settings)
-    desk = make_desk(chosen, lambda name: faults.update([name]))
+    desk = make_desk(chosen, lambda name: faults.update([name]), outages)
     if cache is not None:
         desk.cache.open(cache)
     shown = Transcripts(decode=decode, decode_all=decode)
@@ -85,7 +86,7 @@ def judged(server, answers, *, others=None, cache: Path | None = None, **setting
         count=lambda name: faults.update([name]),
     )
     episodes = tuple(map(episode, answers))
-    guard = GuardedScorer(scorer, timeout_s=20.0)
+    guard = GuardedScorer(scorer, timeout_s=20.0, outages=outages)
     try:
         result = asyncio.run(guard(episodes, PROMPT))
     except RolloutError as error:
@@ -182,6 +183,24 @@ def test_what_cannot_be_judged_fails_or_is_neutral(server):
     scores, faults, _ = judged(server, answers, retries=0, on_failure="neutral")
     assert [s.reward for s in scores] == [1.0, 0.0, 0.5], "the mean of the others"
     assert faults["judge_failures"] == 1
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "neutral"])
+def test_a_judge_that_is_away_is_waited_for_and_no_answer_is_neutral(server, on_failure):
+    server.faults, outages = ["503", "500", "429"] * 6, QuickOutages()
+    outages.answered(f"the judge at {server.url}")
+    answers = ["aa", "a" * 5, "b"]
+    how = {"retries": 0, "on_failure": on_failure, "outages": outages}
+    scores, faults, _ = judged(server, answers, **how)
+    assert [s.reward for s in scores] == [0.2, 0.5, 0.0]
+    assert "judge_failures" not in faults and outages.counted["outage_retries"] >= 4
+
+
+def test_a_judge_that_never_answered_ends_the_run(server):
+    server.faults = ["503"] * 99
+    error, _, _ = judged(server, ["aa", "b"], retries=0, outages=QuickOutages())
+    assert isinstance(error, OutageTooLong)
+    assert f"the judge at {server.url} has been away" in str(error)
 
 
 def test_patience_ends_before_the_guard_does(server):

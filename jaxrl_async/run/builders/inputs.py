@@ -140,7 +140,12 @@ def check_inputs(
 def make_outages(config: Config, faults: FaultCounts) -> Outages:
     """Return what waits for the run's services that are away."""
     section = config.faults
-    return Outages(longest_s=section.outage_s, backoff_first_s=section.backoff_s, count=faults.add)
+    return Outages(
+        longest_s=section.outage_s,
+        backoff_first_s=section.backoff_s,
+        known=config.run.resume,
+        count=faults.add,
+    )
 
 
 def guarded_envs(
