@@ -13,12 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from outage_clock import QuickOutages
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
 from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
 from jaxrl_async.rollout.context_branch import context_branch
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import (
+    EpisodeLimits,
+    PlayAgain,
+    SavedEpisode,
+    begin_groups,
+    play_group,
+)
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.rollout.sessions import (
     FINISHED,
@@ -361,7 +368,7 @@ def programs(program, count=None, sessions=None, **bounds):
     return made
 
 
-def played(made, members=1, policy=None, prompt=None):
+def played(made, members=1, policy=None, prompt=None, outages=None):
     """Play one group as a run does, guarded."""
     prompt, policy = prompt or make_prompt(3), policy or Policy()
     spent = []
@@ -372,8 +379,15 @@ def played(made, members=1, policy=None, prompt=None):
             policy, guarded, [("g5", prompt, (SavedEpisode(),) * members)], LIMITS
         )
         assert policy.requests == []
+        again = None if outages is None else PlayAgain(make_env=guarded, outages=outages)
         return await play_group(
-            policy, prompt, begun, label="g5", limits=LIMITS, spent_s=spent.append
+            policy,
+            prompt,
+            begun,
+            label="g5",
+            limits=LIMITS,
+            again=again,
+            spent_s=spent.append,
         )
 
     return asyncio.run(play()), spent
@@ -580,6 +594,44 @@ def test_a_command_finds_its_session_in_the_environment_and_its_exit_code_counts
             assert episode.score == Score(reward=0.5) and episode.num_turns == 1
     finally:
         thread.join(10)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("its server is away"), SystemExit(75)])
+def test_a_program_whose_own_server_is_away_is_run_again(error, tmp_path):
+    sessions, outages, begun = Sessions(), QuickOutages(known=True), []
+    draws = through(sessions)
+
+    async def program(agent):
+        begun.append(agent.api_key)
+        await draws(agent)
+        if len(begun) < 3:
+            raise error
+        return 1.0
+
+    if isinstance(error, SystemExit):  # of a command
+        mark = tmp_path / "runs"
+        code = "import sys; f = open(sys.argv[1], 'a+'); f.write('x'); f.seek(0); "
+        code += "sys.exit(75 if len(f.read()) < 3 else 4)"
+        made = programs([sys.executable, "-c", code, str(mark)], sessions=sessions)
+        with pytest.raises(RolloutError, match="exit code 4"):
+            played(made, outages=outages)
+        assert mark.read_text() == "xxx"
+    else:
+        ((episode,), _) = played(programs(program, sessions=sessions), outages=outages)
+        assert episode.score == Score(reward=1.0) and episode.num_turns == 2
+        assert len(set(begun)) == 3, "each time with a session of its own"
+    assert outages.counted["outage_retries"] == 2
+
+
+def test_a_programs_own_time_limit_is_no_outage():
+    outages = QuickOutages(known=True)
+
+    async def program(agent):
+        raise TimeoutError("the policy writes on and on")
+
+    with pytest.raises(RolloutError, match="TimeoutError: the policy writes"):
+        played(programs(program), outages=outages)
+    assert not outages.counted
 
 
 PARENT = """

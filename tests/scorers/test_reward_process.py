@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from lettered import answer, record, spell
 
+from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.run.watchdog import Reading, Watchdog
@@ -64,6 +65,12 @@ def raises(completion):
     return 1 / (len(completion) - 2)
 
 
+def away(completion):
+    error = ConnectionError("the grader is away")
+    error.headers = {"Retry-After": "7"}
+    raise error
+
+
 def in_pid(completion):
     return float(os.getpid())
 
@@ -108,6 +115,14 @@ def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on()
     thread.join()
     assert len(gaps) > 10, "the other thread ran meanwhile"
     assert [s.reward for s in scores_of(scorer, record(), "ab")] == [2.0], "another one started"
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_service_that_is_away_is_known_from_a_process_as_from_a_thread(processes):
+    with pytest.raises(RolloutError, match=r"reward away on prompt .*the grader is away") as caught:
+        scores_of(scorer_of(away, processes=processes), record(), "a")
+    found = away_in(caught.value)
+    assert found is not None and asked_wait_s(found) == 7
 
 
 def test_calls_of_a_group_that_failed_are_not_made(tmp_path):
