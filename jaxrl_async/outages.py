@@ -59,7 +59,7 @@ class _Outage:
     given_up_s: float | None  # when its calls are given up, if they may be at fault themselves
     error: str = ""  # the newest one
     wait_s: float = 0.0  # the newest one
-    told_s: float | None = None  # when it was last reported
+    told: bool = False  # it was reported
 
 
 class Outages:
@@ -99,6 +99,7 @@ class Outages:
         # calls that have failed and are made again, by service and what they are about
         self._calls = defaultdict[str, Counter[object]](Counter)
         self._answered: dict[str, float] = {}  # when each service last did, by the clock
+        self._told_s: dict[str, float] = {}  # when each service was last reported
         self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
         self.reported = False
         """Whether somebody asks for `reports`; if not, each outage is logged here, as often."""
@@ -120,7 +121,7 @@ class Outages:
         Limits of time round the call (`time_limit`) are put off by as much as that takes.
 
         Args:
-            who: the service, for people, such as "the environment's reset".
+            who: the service, for people, such as "the environment (reset)".
             attempt: makes the call. What it raises that is no outage is raised at once.
             tries: after so many further attempts the call is given up if the service has answered
                 another call meanwhile: then this call alone is at fault.
@@ -189,7 +190,7 @@ class Outages:
             if outage is None:
                 return
             self._end_of_all(now_s)
-        if outage.told_s is not None:
+        if outage.told:
             log.warning("%s is back after %s", who, spoken(now_s - outage.since_s))
 
     def knows(self, who: str) -> None:
@@ -209,17 +210,17 @@ class Outages:
             return self._total_s + (self._clock() - self._began_s if self._away else 0.0)
 
     def reports(self) -> list[str]:
-        """Return a line for each outage of which no line was returned for a minute."""
-        now_s, lines = self._clock(), []
+        """Return a line for each service that is away, unless it had one within a minute."""
         with self._lock:
-            for who, outage in self._away.items():
-                if outage.told_s is not None and now_s - outage.told_s < TOLD_S:
-                    continue
-                outage.told_s = now_s
-                lines.append(self._told(who, outage, now_s))
-        return lines
+            lines = [self._report(who, self._clock()) for who in self._away]
+        return [line for line in lines if line is not None]
 
-    def _told(self, who: str, outage: _Outage, now_s: float) -> str:
+    def _report(self, who: str, now_s: float) -> str | None:
+        """Return a line of a service that is away; None: it was reported not long ago."""
+        if now_s - self._told_s.get(who, -math.inf) < TOLD_S:
+            return None
+        outage = self._away[who]
+        self._told_s[who], outage.told = now_s, True
         since = time.strftime("%H:%M:%S", time.localtime(outage.since))
         longest_s = self._most_s(who, outage)
         end = "they wait until it answers (faults.outage_s sets an end)"
@@ -271,10 +272,8 @@ class Outages:
                 self._away[who] = outage
                 self._count("outages")
             outage.error, outage.wait_s = _words(away), wait_s
-            told_s = -math.inf if outage.told_s is None else outage.told_s
-            if not self.reported and now_s - told_s >= TOLD_S:
-                outage.told_s = now_s
-                log.warning("%s", self._told(who, outage, now_s))
+            if not self.reported and (line := self._report(who, now_s)) is not None:
+                log.warning("%s", line)
 
     def _note_over(self, who: str, about: object) -> None:
         """A call that has failed waits no more; without any that does, the outage is over."""

@@ -210,6 +210,7 @@ class World:
                 least_members=setup.least_members,
                 limits=EpisodeLimits(sampling=SamplingParams(), **LIMITS),
                 max_failures=10**6,
+                backoff_s=0.0,
             ),
             make_env=lambda prompt: TwoTurns(prompt, self.clock),
         )
