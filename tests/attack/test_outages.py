@@ -26,6 +26,7 @@ from jaxrl_async.errors import (
     EndpointMisset,
     GivenUp,
     OutageTooLong,
+    Preempted,
     RolloutError,
     RolloutTimeout,
 )
