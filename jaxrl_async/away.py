@@ -33,7 +33,7 @@ NAMES = frozenset(
         *("HTTPClientError", "EndpointConnectionError", "AutoReconnect"),  # botocore, pymongo
     )
 )
-"""Names of classes, or of their bases, that say so in whatever library."""
+"""Names of classes, or of their bases, that say so in any library."""
 LEAVES = frozenset(
     (
         *("ConnectError", "ConnectTimeout", "ReadError", "ReadTimeout", "WriteError"),
@@ -60,7 +60,7 @@ NETWORK = frozenset(
     )
     if hasattr(errno, name)
 )
-"""Error numbers of the network; those of files and memory are none."""
+"""Error numbers of the network; errors of files and of memory have others."""
 CAUSES = 8
 """Longest chain of causes that is looked at."""
 LONGEST_ASKED_S = 3600.0
@@ -93,7 +93,7 @@ def asked_wait_s(error: BaseException) -> float | None:
     asks for none."""
     waits = [getattr(error, "wait_s", None)]
     for holder in (error, getattr(error, "response", None)):
-        with suppress(Exception):  # whatever a foreign object's attributes are
+        with suppress(Exception):  # an attribute of an unknown library may raise
             waits.append(retry_after_s(getattr(holder, "headers", None) or {}))
     asked = [float(s) for s in waits if isinstance(s, int | float) and s >= 0]
     return min(asked[0], LONGEST_ASKED_S) if asked else None

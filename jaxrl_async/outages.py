@@ -30,20 +30,20 @@ from jaxrl_async.ports import Clock
 T = TypeVar("T")
 
 ENVIRONMENT = "the environment"
-"""What plays an episode beside the policy: an environment, a game or a program."""
+"""What Outages calls the counterpart of the policy: an environment, a game or a program."""
 FIRST_S = 30.0
 """How long a service is waited for that has never answered in this run, seconds."""
 TRIES = 5
 """Times that a call is made again at least, though others are answered meanwhile."""
 CALL_S = 1200.0
-"""Longest time for which one call is made again, seconds: it may be the one that the service cannot
-answer. What needs it fails then, and what takes its place asks again."""
+"""Longest time for which one call is made again, seconds: the service may be unable to answer
+this one. What needs it then fails, and what takes its place asks again."""
 ALONE_S = 120.0
 """Longest time for which calls of one prompt are made again if no other's are, seconds."""
 LEAST_S = 0.1
 """Shortest first wait, seconds."""
 CHANCE = 0.25
-"""Waits differ by at most this share, so that calls do not come back all at once."""
+"""Waits differ by at most this share: calls do not come back all at the same time."""
 TOLD_S = 60.0
 """Time between two reports of one outage, seconds."""
 
@@ -102,7 +102,7 @@ class Outages:
         self._told_s: dict[str, float] = {}  # when each service was last reported
         self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
         self.reported = False
-        """Whether somebody asks for `reports`; if not, each outage is logged here, as often."""
+        """Whether a Notices asks for `reports`; if not, each outage is logged here, as often."""
 
     # ---- calls
 
@@ -122,7 +122,7 @@ class Outages:
 
         Args:
             who: the service, for people, such as "the environment (reset)".
-            attempt: makes the call. What it raises that is no outage is raised at once.
+            attempt: makes the call. What it raises that is no outage is raised immediately.
             tries: after so many further attempts the call is given up if the service has answered
                 another call meanwhile: then this call alone is at fault.
             about: the prompt that the call is about; None: it is about another one than all others.
@@ -181,7 +181,7 @@ class Outages:
                 self._note_over(who, about)
 
     def answered(self, who: str) -> None:
-        """Note that a service has answered: it is there."""
+        """Note that a service has answered just now."""
         now_s = self._clock()
         with self._lock:
             self._answered[who] = now_s

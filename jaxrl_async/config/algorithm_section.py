@@ -39,7 +39,7 @@ class AlgorithmSection(Section):
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative | None = None
-    """Most groups that dynamic sampling, or pairs.loss for want of a pair, may drop for one step
+    """Most groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
     before the run ends; null: ten steps' worth without one that is kept; 0: no limit."""
     signal_part: str | None = None
     """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole

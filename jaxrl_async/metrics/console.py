@@ -167,7 +167,7 @@ class Console:
                 self.with_caller = False
 
     def notice(self, text: str) -> None:
-        """Show that the run waits for something, beside its progress. Any thread may call this."""
+        """Show that the run waits for something. Any thread may call this."""
         if self._live is not None:
             self._progress = replace(self._progress, phase="waiting", detail=text)
             self._show()

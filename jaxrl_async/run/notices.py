@@ -1,5 +1,5 @@
-"""Say what a run waits for while it makes no step: services that are away, and groups from which
-nothing can be learnt."""
+"""Say what a run waits for while it makes no step: services that are away, and groups that
+teach nothing."""
 
 import logging
 import threading
@@ -28,9 +28,9 @@ class Notices:
         """Say nothing yet.
 
         Args:
-            outages: each is reported at once, and then once a minute.
+            outages: each is reported immediately, and then once a minute.
             buffer: reads the buffer's counters; each step's worth of groups that are dropped in a
-                row for want of a signal is reported.
+                row, as they have no signal, is reported.
             show: shows a line on the console.
             groups_per_step: a step's worth of groups.
         """
@@ -56,8 +56,8 @@ class Notices:
         steps = stats.barren // self._wanted
         if steps > self._told_steps:
             self._say(
-                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: nothing can "
-                f"be learnt from them ({stats.no_signal})"
+                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they teach "
+                f"nothing ({stats.no_signal})"
             )
         self._told_steps = steps
 

@@ -243,7 +243,7 @@ def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
     config["algorithm"] = {**SMALL["algorithm"], "dynamic_sampling": True}
     with pytest.raises(TrainingError, match="10 steps' worth"):
         jr.train(reward=lambda completion: 1.0, config=config)
-    assert "nothing can be learnt from them" in capsys.readouterr().out
+    assert "they teach nothing" in capsys.readouterr().out
 
 
 @pytest.mark.slow

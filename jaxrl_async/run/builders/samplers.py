@@ -87,7 +87,7 @@ class Sampling:
 
 
 class GivingUp:
-    """Whether a run that is to stop waits for answers no more: no sampler is there, what answers is
+    """Whether a run that is to stop waits for answers no more: no sampler is left, what answers is
     away, or SIGTERM leaves no time for slow environments, agents or samplers elsewhere. Once it is
     so it stays so: the wait for live weights and the evaluation that follows are given up
     together."""
