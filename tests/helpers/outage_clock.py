@@ -19,7 +19,7 @@ class QuickOutages(Outages):
             while not woken.done():
                 await asyncio.sleep(0.001)  # what else can run does
                 if not woken.done():
-                    self.clock.advance(0.25)
+                    self.clock.advance(1.0)
 
         super().__init__(
             clock=self.clock,
