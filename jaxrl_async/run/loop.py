@@ -6,6 +6,7 @@
     router          Router: a sampler that died or hangs -> out -> started again in its place
     rollouts        one asyncio loop: RolloutLoop.run(): admit -> play -> score -> put
     watchdog        Watchdog.run(): stop a run that makes no progress, and name the part
+    notices         Notices.run(): say what the run waits for, on the console and in the log
     checkpoint      Checkpoints: begin a save, wait for orbax's own threads, add checksums
     (executors      user rewards and the reward model)
 
