@@ -46,7 +46,7 @@ class Part:
 @pytest.mark.parametrize("failing", [("schedule",), ("schedule", "buffer", "channel", "sampler")])
 def test_threads_and_sampler_end_whatever_a_close_before_raises(failing):
     closed = []
-    names = ("schedule", "watchdog", "buffer", "channel", "sampler")
+    names = ("schedule", "watchdog", "notices", "buffer", "channel", "sampler")
     parts = SimpleNamespace(**{name: Part(name, closed, failing) for name in names})
     parts.rollouts = SimpleNamespace(run=parts.buffer.play)
     parts.trainer = SimpleNamespace(run=lambda: None, longest_update_s=0.0, doing="")
