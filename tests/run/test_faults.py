@@ -106,7 +106,7 @@ def reward(prompt, completion, reference):
     if prompt in held_out:
         calls.append(prompt)
     if len(calls) == 5 and prompt == calls[-1]:
-        raise ConnectionError("the judge does not answer")
+        raise ValueError("a record that the judge does not know")
     return sum(c.isdigit() for c in completion) / 16
 """
 
