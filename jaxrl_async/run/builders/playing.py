@@ -242,6 +242,7 @@ def make_programs(
         max_tokens=section.program_max_tokens,
         idle_s=section.program_idle_s,
         total_s=section.program_timeout_s,
+        max_reward=config.endpoint.max_reward,
     )
     endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
     try:
@@ -253,6 +254,7 @@ def make_programs(
             judge=score_of,
             system_prompt=task.system_prompt,
             secrets=key_variables(config.model_dump()),
+            shown=section.program_variables,
             count=count,
         )
     except RolloutError as error:
