@@ -72,7 +72,9 @@ class AgentSession:
 
     base_url: str  # for an OpenAI client: ends in /v1
     api_key: str  # names this episode; every call with it becomes a part of it
-    reward_key: str = field(default="", repr=False)  # gives it a reward; keep it from code that others wrote
+    reward_key: str = field(
+        default="", repr=False
+    )  # gives it a reward; keep it from code that others wrote
     model: str  # the policy's name
     record: Mapping[str, Any]  # the whole record, by column
     prompt: str  # its text

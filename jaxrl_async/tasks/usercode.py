@@ -7,6 +7,7 @@ evaluation's loop ┘          └─> one event loop on its own thread    async
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
@@ -250,7 +251,7 @@ class _AsyncCall:
         self.outcome: ThreadFuture[CallOutcome] = ThreadFuture()
         self.outcome.set_running_or_notify_cancel()  # who waits no longer does not end it
         self._work, self._name = work, name
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[CallOutcome] | None = None
         _own_loop().call_soon_threadsafe(self._begin)
 
     def cancel(self) -> None:
@@ -258,14 +259,15 @@ class _AsyncCall:
         _own_loop().call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
-        self._task = _own_loop().create_task(self._run())
+        _pin(self)
+        self._task = _own_loop().create_task(_awaited(self._work))
+        self._task.add_done_callback(self._end)
 
-    async def _run(self) -> None:
-        try:
-            outcome = await _awaited(self._work)
-        except BaseException as error:  # cancelled
-            outcome = CallOutcome(error=error)
-        self.outcome.set_result(outcome)
+    def _end(self, task: "asyncio.Task[CallOutcome]") -> None:
+        """Take what it gave, also where it was cancelled before it had begun."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self.outcome.set_result(task.result() if error is None else CallOutcome(error=error))
+        _unpin(self)
 
     def _cancel(self) -> None:
         assert self._task is not None, "it was begun before"
@@ -280,6 +282,14 @@ class _AsyncCall:
                 self._name,
                 LEFT_S,
             )
+
+
+_pin, _unpin = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
+"""Keep an object from being collected, also while the interpreter exits, and give it free. A
+coroutine that is collected is asked to end once more, on whichever thread does that; one that
+swallows everything would keep that thread for ever."""
+for _call in (_pin, _unpin):
+    _call.argtypes, _call.restype = [ctypes.py_object], None
 
 
 def start_async(work: Callable[[], Coroutine[None, None, T]]) -> "ThreadFuture[T]":
@@ -340,7 +350,7 @@ def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
             _, left = loop.run_until_complete(asyncio.wait(left, timeout=reap_s))
         for task in left:
             log.warning("%r does not end when it is cancelled, and is left behind", task)
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            _pin(task)
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), reap_s))
         asyncio.set_event_loop(None)
         loop.close()

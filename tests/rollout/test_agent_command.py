@@ -16,13 +16,21 @@ SESSION = AgentSession(
 async def test_a_command_does_not_see_the_keys_that_settings_name(monkeypatch, tmp_path) -> None:
     for name in ("JUDGES_KEY", "SEATS_KEY", "JAXRL_ASYNC_SECRET", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "sesame")
-    monkeypatch.setenv("OTHERS", "seen")
+    monkeypatch.setenv("OTHERS_KIND", "seen")
     judge = JudgeSection(model="m", key_variable="JUDGES_KEY")
     seats = {"a": FillingSection(endpoint="http://a.b/v1", model="m", key_env="SEATS_KEY")}
     dumped = {"judge": judge.model_dump(), "seats": [{n: s.model_dump() for n, s in seats.items()}]}
     secrets = key_variables(dumped)
     assert secrets >= {"JUDGES_KEY", "SEATS_KEY", "VLLM_API_KEY"}
-    looks = 'test -z "$JUDGES_KEY$SEATS_KEY$JAXRL_ASYNC_SECRET$VLLM_API_KEY" && test "$OTHERS"'
-    await Command(["sh", "-c", looks], secrets)(SESSION)
+    looks = 'test -z "$JUDGES_KEY$SEATS_KEY$JAXRL_ASYNC_SECRET$VLLM_API_KEY" && test "$OTHERS_KIND"'
+    await Command(["sh", "-c", looks], secrets, ["OTHERS_*", "*_KEY"])(SESSION)
     with pytest.raises(RolloutError, match="exit code 1"):
-        await Command(["sh", "-c", looks])(SESSION)
+        await Command(["sh", "-c", looks], secrets)(SESSION)
+    with pytest.raises(RolloutError, match="exit code 1"):
+        await Command(["sh", "-c", looks], (), ["OTHERS_*", "*_KEY"])(SESSION)
+
+
+@pytest.mark.parametrize("name", ["JUDGES_KEY", "JAXRL_ASYNC_SECRET"])
+def test_the_runs_own_keys_cannot_be_shown(name) -> None:
+    with pytest.raises(RolloutError, match=f"env.program_variables names {name}"):
+        Command(["sh"], {"JUDGES_KEY"}, ["OTHERS", name])
