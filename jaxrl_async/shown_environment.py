@@ -74,7 +74,7 @@ def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
     Does nothing where the system is not Linux.
 
     Args:
-        secrets: names of variables that hold keys, beside those that look so.
+        secrets: names of variables that hold keys, in addition to those that look so.
 
     Returns the names of what was hidden.
     """

@@ -222,10 +222,10 @@ class ProgramMember:
             if isinstance(self._run, Command):
                 return await self._run(agent)
             if inspect.iscoroutinefunction(self._run):
-                return await _on_own_loop(self._run(agent), session.label)
+                return await _on_own_loop(lambda: self._run(agent), session.label)
             returned = await _in_thread(self._run, agent, f"program-{session.label}")
             if inspect.isawaitable(returned):
-                return await _on_own_loop(returned, session.label)
+                return await _on_own_loop(lambda: returned, session.label)
             return returned
         except BaseException as error:
             if is_the_runs_own_end(error) or isinstance(error, Closed):
@@ -358,10 +358,10 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
     return future
 
 
-async def _on_own_loop(work: Awaitable[Any], label: str) -> Any:
+async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
     """Await what a program has begun, on the loop for user code; if it is cancelled and does not
     end within REAP_S seconds, it is left behind."""
-    outcome = await run_async(lambda: work, None, reap_s=REAP_S, name=f"the program of {label}")
+    outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")
     if outcome.error is not None:
         raise outcome.error
     return outcome.value

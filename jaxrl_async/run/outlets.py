@@ -48,7 +48,7 @@ from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, IntArr
 
 log = logging.getLogger(__name__)
 
-GIVE_UP_S = 10.0
+GIVE_UP_S = 6.0
 """Longest wait for what plays an evaluation that was given up, seconds."""
 MAX_SAMPLE_TOKENS = 1024
 """Tokens of a sample of which log-prob and version are recorded."""
