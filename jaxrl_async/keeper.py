@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
     while status is None and os.getppid() == caller:
         if _waited(LOOK_S):
             break
-        status = _reaped().get(command)
+        status = _reaped()[0].get(command)
     ended = _end_all(command)
     _end_as(ended.get(command, signal.SIGKILL) if status is None else status)
 
@@ -149,13 +149,15 @@ def _waited(seconds: float) -> bool:
     return bool(signal.sigpending() & (SIGNALS - {signal.SIGCHLD}))
 
 
-def _reaped() -> dict[int, int]:
-    """Return the wait status of each child that has ended."""
+def _reaped() -> tuple[dict[int, int], bool]:
+    """Return the wait status of each child that has ended, and whether there are others."""
     ended = {}
-    with suppress(ChildProcessError):
+    try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
-    return ended
+    except ChildProcessError:
+        return ended, False
+    return ended, True
 
 
 def _end_all(command: int) -> dict[int, int]:
@@ -166,11 +168,10 @@ def _end_all(command: int) -> dict[int, int]:
     while time.monotonic() < until:
         for child in _children():
             _kill_group(child)
-        ended |= _reaped()
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            break  # there is none
+        more, are_left = _reaped()
+        ended |= more
+        if not are_left:
+            break
         time.sleep(AGAIN_S)
     return ended
 

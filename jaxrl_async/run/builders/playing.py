@@ -244,6 +244,11 @@ def make_programs(
         total_s=section.program_timeout_s,
         max_reward=config.endpoint.max_reward,
     )
+    if section.program_variables and callable(task.program):
+        raise ConfigError(
+            "env.program_variables: the task's program is a function, which runs in this process "
+            "and sees all variables. Leave it out."
+        )
     endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
     try:
         return AgentPrograms(
