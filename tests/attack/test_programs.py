@@ -22,7 +22,7 @@ from jaxrl_async.rollout.agent_programs import AgentSession, Command
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
 from jaxrl_async.scorers.reward_process import RewardProcesses, Source
-from jaxrl_async.shown_environment import without_secrets
+from jaxrl_async.shown_environment import hide_secrets, without_secrets
 from jaxrl_async.tasks import usercode
 from jaxrl_async.testing.fakes import make_episode, make_prompt
 
@@ -253,6 +253,25 @@ def test_the_process_exits_though_a_program_has_not_ended(program: str) -> None:
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
+KEEPS = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from jaxrl_async import left_threads
+left_threads.EXIT_S = 0.3
+ThreadPoolExecutor(1, "pool").submit(time.sleep, 3600)
+threading.Thread(target=time.sleep, args=(3600,)).start()
+sys.exit(left_threads.at_exit_end_with(75))
+"""
+
+
+def test_threads_of_a_program_do_not_keep_a_command_that_has_done_its_work() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS], capture_output=True, text=True, timeout=HANG_S, env=env
+    )
+    assert done.returncode == 75 and "pool_0" in done.stderr, done.stderr
+
+
 def test_a_loop_ends_though_a_task_on_it_swallows_its_cancellation(caplog) -> None:
     async def work() -> int:
         asyncio.get_running_loop().create_task(swallows(SESSION), name="deaf")
@@ -290,6 +309,27 @@ async def test_a_command_sees_the_variables_that_it_needs_and_no_others(
     assert set(without_secrets(given, {"JUDGE"}, ["*"])) == set(given) - {
         "JUDGE", "JAXRL_ASYNC_SECRET",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_hidden"),
+    [
+        ("OPENAI_API_KEY", "x", True), ("HF_TOKEN", "x", True), ("AWS_ACCESS_KEY_ID", "x", True),
+        ("GITHUB_PAT", "x", True), ("PGPASSWORD", "x", True), ("TOKEN_2", "x", True),
+        ("NPM_AUTH", "x", True), ("SENTRY_DSN", "x", True), ("MY_SECRETS", "x", True),
+        ("DB", "mysql://me:word@host/db", True), ("JAXRL_ASYNC_KEY", "x", True),
+        ("TOKENIZERS_PARALLELISM", "x", False), ("KEYBOARD", "x", False), ("HF_TOKEN", "", False),
+        ("GIT_AUTHOR_NAME", "x", False), ("PATH", "/bin", False), ("URL", "http://host/a", False),
+    ],
+)  # fmt: skip
+def test_which_variables_are_taken_for_secrets(monkeypatch, name, value, is_hidden) -> None:
+    monkeypatch.setattr("jaxrl_async.shown_environment._overwrite", lambda names: None)
+    monkeypatch.setattr("jaxrl_async.shown_environment.SET_DUMPABLE", 3)  # only asks
+    for other in list(os.environ):
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, value)
+    assert hide_secrets() == ((name,) if is_hidden else ())
+    assert os.environ[name] == value
 
 
 LOOKS = """
