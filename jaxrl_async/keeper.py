@@ -36,7 +36,7 @@ NOT_FOUND, NOT_RUN = 127, 126
 
 # Of Linux's linux/prctl.h, linux/capability.h and linux/landlock.h.
 SET_DUMPABLE, DROP_CAPABILITY, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 4, 24, 36, 38
-TRACE_OTHERS = 19  # CAP_SYS_PTRACE
+TRACE_OTHERS, READ_OTHERS = 19, 38  # CAP_SYS_PTRACE, CAP_PERFMON
 CREATE_RULESET, RESTRICT_SELF = 444, 446
 SCOPED_SINCE = 6  # version of Landlock
 SCOPE_SIGNAL = 2
@@ -98,7 +98,8 @@ class _System:
     def confine(self) -> None:
         """Have this process and its children neither trace nor signal others, where that takes no
         other right from them: as root, or where no new privileges can be had in any case."""
-        self.control(DROP_CAPABILITY, TRACE_OTHERS)
+        for capability in (TRACE_OTHERS, READ_OTHERS):
+            self.control(DROP_CAPABILITY, capability)
         if self._library is None or self._landlock() < SCOPED_SINCE:
             return
         rules = (ctypes.c_uint64 * 3)(0, 0, SCOPE_SIGNAL)  # of files, of the network, of scopes
