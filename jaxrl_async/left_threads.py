@@ -23,6 +23,8 @@ INTERRUPTED_CODE = 130
 """The same where Ctrl-C ended the wait."""
 LEAST_S = 60.0
 """Least of the longest wait at exit for a thread, seconds."""
+EXIT_S = 30.0
+"""When a command's process ends that threads of a user's code keep, after its work, seconds."""
 WAITING = {
     "threading.py": ("wait", "_wait_for_tstate_lock"),
     "selectors.py": ("select",),
@@ -53,10 +55,25 @@ def leave_behind(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
 
 def at_exit_end_with(code: int) -> int:
     """Have this process, which runs a command, end immediately with its exit code if a thread is
-    left; return the code."""
+    left, and in any case EXIT_S seconds from now; return the code."""
     global _code
     _code = code
+    late = threading.Timer(EXIT_S, _end_late, (code,))
+    late.daemon = True
+    late.start()
     return code
+
+
+def _end_late(code: int) -> None:
+    """End a process whose interpreter waits for threads that are not daemons, or for those of a
+    ThreadPoolExecutor."""
+    kept = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    log.warning(
+        "the process has not ended %g s after its work, and ends now; its threads were: %s",
+        EXIT_S,
+        ", ".join(sorted(kept)[:16]),
+    )
+    _end_process(code)
 
 
 def inside_programs() -> list[threading.Thread]:

@@ -26,6 +26,7 @@ from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run.signals import end_on_ctrl_c
+from jaxrl_async.shown_environment import hide_secrets
 
 AXES = tuple(AxesSection.model_fields)
 """Axes of a slice, as the settings of mesh.sampler name them."""
@@ -34,6 +35,7 @@ AXES = tuple(AxesSection.model_fields)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
+    hide_secrets()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     form = os.environ.get(LOGS_VARIABLE) or "text"

@@ -37,6 +37,7 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Generate
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
+from jaxrl_async.shown_environment import hide_secrets
 from jaxrl_async.types import SamplingParams
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
@@ -54,6 +55,7 @@ KEY_BYTES = 24
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
+    hide_secrets((args.key_variable,))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
     before = {

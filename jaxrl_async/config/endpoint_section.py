@@ -4,6 +4,7 @@ JAX."""
 from pydantic import Field
 
 from jaxrl_async.config.section import Count, Positive, Section
+from jaxrl_async.types import LARGEST_REWARD
 
 
 class EndpointSection(Section):
@@ -25,6 +26,9 @@ class EndpointSection(Section):
     """Most calls that are answered at once; others are told to come back (429)."""
     max_sessions: Count = 4096
     """Most sessions of programs that are open at once."""
+    max_reward: float = Field(100.0, gt=0, le=LARGEST_REWARD)
+    """Largest reward, and part of one, that a session may be given by a call, positive or negative;
+    a larger one is refused."""
     max_body_mib: Positive = 16
     """Longest body of a call, MiB."""
     call_timeout_s: float = Field(3600.0, gt=0)

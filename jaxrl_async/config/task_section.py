@@ -25,6 +25,9 @@ class EnvSection(Section):
     """Most calls of the policy by a program in one episode."""
     program_max_tokens: Positive = 262_144
     """Most tokens of a program's episode, in all its contexts: read anew, and drawn."""
+    program_variables: tuple[str, ...] = ()
+    """Environment variables that a program's command sees beside the usual ones (PATH, HOME, LANG;
+    docs/tasks.md), by name; NAME* shows all that begin so."""
     retries: NonNegative = 2
     """Retries of an environment's reset, and of its step if it is `repeatable`, after it raised;
     and of a held-out episode that failed."""

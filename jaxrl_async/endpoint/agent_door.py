@@ -76,6 +76,7 @@ def task_of(session: PolicySession, *, address: str, model: str) -> dict[str, An
         "held_out": session.place.label.startswith(EVALUATED),
         "base_url": f"{address}/v1",
         "api_key": session.key,
+        "reward_key": session.reward_key,
         "model": model,
         "record": dict(prompt.columns),
         "prompt": prompt.text,

@@ -4,6 +4,7 @@ POST /v1/chat/completions   POST /v1/messages               POST /v1/session/rew
 POST /v1/completions        POST /v1/messages/count_tokens  POST /v1/session/end
 GET  /v1/models             POST /inference/v1/generate     POST /v1/session/begin
 POST /v1/responses          GET  /health                    POST /v1/[un]load_lora_adapter
+POST /v1/session/reward_key
 """
 
 import asyncio
@@ -46,10 +47,12 @@ from jaxrl_async.endpoint.streams import (
     StreamedText,
 )
 from jaxrl_async.endpoint.token_generate import token_body, token_call
-from jaxrl_async.types import Message
+from jaxrl_async.types import LARGEST_REWARD, Message
 
 CONVERSATION = "x-session-id"
 """Header that names one of a guest's conversations, or one of a session's players."""
+REWARD, END = "/v1/session/reward", "/v1/session/end"
+"""Where a session is rewarded and ended; with a key of its own."""
 BEGIN = "/v1/session/begin"
 """Where agents outside of the run ask for a task; with a key of its own."""
 SHOWN_REASON = 200
@@ -70,8 +73,8 @@ class EndpointApp:
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
-            "/v1/session/reward": self._reward,
-            "/v1/session/end": self._end,
+            "/v1/session/reward_key": self._reward_key,
+            **{REWARD: self._reward, END: self._end},
             BEGIN: self._begin,
             LOAD: self._load,
             UNLOAD: self._unload,
@@ -108,6 +111,8 @@ class EndpointApp:
             raise CallRefused(f"{path} takes POST", status=405)
         if path == BEGIN:
             self._desk.door().check(exchange.key)
+        elif path in (REWARD, END):
+            self._desk.rewarded(exchange.key)
         else:
             self._desk.caller(exchange.key, None)  # no body is read for strangers
         with self._desk.admitted():
@@ -255,9 +260,14 @@ class EndpointApp:
         heading = desk.heading(caller, "generate", next(self._numbers))
         await exchange.reply(200, token_body(call, heading, answers, desk.words))
 
+    async def _reward_key(self, exchange: HttpExchange, body: Any) -> None:
+        BodyFields(body).close()
+        key = self._desk.session(exchange.key).tell_reward_key()
+        await exchange.reply(200, {"reward_key": key})
+
     async def _reward(self, exchange: HttpExchange, body: Any) -> None:
         fields = BodyFields(body)
-        value = fields.number("reward", -1e30, 1e30)
+        value = fields.number("reward", -LARGEST_REWARD, LARGEST_REWARD)
         if value is None:
             fields.refuse("reward", "a number")
         parts = fields.value("parts")
@@ -265,14 +275,14 @@ class EndpointApp:
             fields.refuse("parts", "an object of numbers")
         call = fields.text("call")
         fields.close()
-        self._desk.session(exchange.key).reward(value, parts=parts, call=call)
+        self._desk.rewarded(exchange.key).reward(value, parts=parts, call=call)
         await exchange.reply(200, {"ok": True})
 
     async def _end(self, exchange: HttpExchange, body: Any) -> None:
         fields = BodyFields(body)
         failed = fields.text("failed")
         fields.close()
-        session = self._desk.session(exchange.key)
+        session = self._desk.rewarded(exchange.key)
         if failed is None:
             session.finish()
         else:

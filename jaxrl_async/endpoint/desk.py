@@ -30,7 +30,7 @@ from jaxrl_async.endpoint.responses_call import PREFIX
 from jaxrl_async.endpoint.wish import TOO_LONG, Draft, Terms, Wish, drafted
 from jaxrl_async.errors import Closed, DataError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.ports import ChatFormat, Generate
-from jaxrl_async.rollout.sessions import PolicySession, Sessions
+from jaxrl_async.rollout.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -152,10 +152,28 @@ class Desk:
             )
         if self._is_guest(key):
             raise CallRefused("this key is a guest's: it names no session of a run", status=404)
+        if key.startswith(REWARD_KEY):
+            raise CallRefused("this key rewards a session, and does not sample", status=403)
         try:
             if self._sessions is None:
                 raise SessionEnded("this key is wrong.")
             return self._sessions.find(key)
+        except SessionEnded as error:
+            raise CallRefused(str(error), status=401, code="invalid_api_key") from None
+
+    def rewarded(self, key: str | None) -> PolicySession:
+        """Return the session that a key rewards. Raises CallRefused, 403 for a key that samples."""
+        if key is None or self._sessions is None or not key.startswith(REWARD_KEY):
+            session = self.session(key)
+            raise CallRefused(
+                f"this key samples session {session.label}, and may not reward or end it. Use the "
+                "session's reward key: a command asks for it at POST /v1/session/reward_key "
+                "before its first call, a function has it as reward_key, an agent outside in "
+                "its task",
+                status=403,
+            )
+        try:
+            return self._sessions.find_rewarded(key)
         except SessionEnded as error:
             raise CallRefused(str(error), status=401, code="invalid_api_key") from None
 

@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,19 @@ from jaxrl_async.rollout.sessions import (
     SessionPlace,
     Sessions,
 )
+from jaxrl_async.shown_environment import is_the_runs, without_secrets
 from jaxrl_async.tasks.game import SeatScore
+from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.types import Completion, Episode, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
 
-OWN_VARIABLES = "JAXRL_ASYNC_"
-"""How the names of variables begin that are the run's own: programs do not see them."""
 TAIL_BYTES = 4096
 """How much of a command's output is kept, from its end."""
 REAP_S = 5.0
-"""Longest wait for a killed command and for the rest of its output, seconds."""
+"""Longest wait for a cancelled program to end, seconds; then it is left behind."""
+DRAIN_S = 1.0
+"""Longest wait for the rest of a command's output once it has ended, seconds."""
 MAX_VARIABLE_BYTES = 2**17 - 2**8
 """Longest variable of a command's environment; Linux takes 128 KiB, its name included."""
 SHOWN = 400
@@ -71,6 +73,9 @@ class AgentSession:
 
     base_url: str  # for an OpenAI client: ends in /v1
     api_key: str  # names this episode; every call with it becomes a part of it
+    reward_key: str = field(
+        default="", repr=False
+    )  # gives it a reward; keep it from code that others wrote
     model: str  # the policy's name
     record: Mapping[str, Any]  # the whole record, by column
     prompt: str  # its text
@@ -100,6 +105,7 @@ class AgentPrograms:
         judge: Judge,
         system_prompt: str | None = None,
         secrets: Collection[str] = (),
+        shown: Collection[str] = (),
         count: Callable[[str, int], None] = lambda name, number: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -112,13 +118,14 @@ class AgentPrograms:
             bounds: what one episode may take.
             judge: makes a Score of what a function returns; None is not asked about.
             system_prompt: put before the messages that have none; None: none is.
-            secrets: variables of the environment that commands do not see.
+            secrets: variables of the environment that commands never see.
+            shown: those that they see beside the usual ones; NAME* is all that begin so.
             count: called with the name and number of faults (metrics/fault_counts.py).
             clock: for `oldest_s`.
 
         Raises RolloutError for what is neither a function nor a command.
         """
-        self._run = program if callable(program) else Command(program, secrets)
+        self._run = program if callable(program) else Command(program, secrets, shown)
         self.sessions, self.endpoint, self.bounds = sessions, endpoint, bounds
         self.judge, self.count, self.calls = judge, count, UnderWay(clock)
         self.system_prompt = system_prompt
@@ -206,16 +213,21 @@ class ProgramMember:
         agent = AgentSession(
             base_url=f"{programs.endpoint.address()}/v1",
             api_key=session.key,
+            reward_key=session.reward_key,
             model=programs.endpoint.model,
             record=copy.deepcopy(dict(prompt.columns)),  # the program may change them
             prompt=prompt.text,
             messages=messages_for(prompt, programs.system_prompt),
         )
         try:
-            if isinstance(self._run, Command) or inspect.iscoroutinefunction(self._run):
+            if isinstance(self._run, Command):
                 return await self._run(agent)
+            if inspect.iscoroutinefunction(self._run):
+                return await _on_own_loop(lambda: self._run(agent), session.label)
             returned = await _in_thread(self._run, agent, f"program-{session.label}")
-            return await returned if inspect.isawaitable(returned) else returned
+            if inspect.isawaitable(returned):
+                return await _on_own_loop(lambda: returned, session.label)
+            return returned
         except BaseException as error:
             if is_the_runs_own_end(error) or isinstance(error, Closed):
                 raise
@@ -348,13 +360,34 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
     return future
 
 
-class Command:
-    """A program that is a command, run as a process of its own, in a process group of its own that
-    ends with this process, however that ends."""
+async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
+    """Await what a program has begun, on the loop for user code; if it is cancelled and does not
+    end within REAP_S seconds, it is left behind."""
+    outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
 
-    def __init__(self, command: Sequence[str] | str, secrets: Collection[str] = ()) -> None:
-        """command: its words, or one text that is split as a shell does. secrets: variables of the
-        environment that it does not see. Raises RolloutError."""
+
+class Command:
+    """A program that is a command, run as a process of its own. What it has started ends with it,
+    and it ends with this process, however that ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str] | str,
+        secrets: Collection[str] = (),
+        shown: Collection[str] = (),
+    ) -> None:
+        """Check it.
+
+        Args:
+            command: its words, or one text that is split as a shell does.
+            secrets: variables of the environment that it never sees.
+            shown: those that it sees beside the usual ones; NAME* is all that begin so.
+
+        Raises RolloutError.
+        """
         words = shlex.split(command) if isinstance(command, str) else list(command)
         if not words or not all(isinstance(word, str) for word in words):
             raise RolloutError(
@@ -364,11 +397,24 @@ class Command:
             raise RolloutError(
                 f"the program's command {words[0]!r} is not found, or cannot be run. Give its path."
             )
-        self._words, self._secrets = words, frozenset(secrets)
+        if own := [name for name in shown if is_the_runs(name, secrets)]:
+            raise RolloutError(
+                f"env.program_variables names {', '.join(own)}, which the run keeps for itself. "
+                "Give the program a variable of its own."
+            )
+        self._words = words
+        self._environ = without_secrets(os.environ, secrets, shown)
+        hidden = sorted(set(os.environ) - set(self._environ))
+        log.info(
+            "the program's command sees %d of this process's environment variables, not %s; "
+            "env.program_variables shows more",
+            len(self._environ),
+            ", ".join(hidden) or "fewer",
+        )
 
     async def __call__(self, agent: AgentSession) -> None:
         """Run it to its end. Raises RolloutError, with the end of what it wrote, for another exit
-        code than 0. However this ends, nothing of its process group is left."""
+        code than 0. However this ends, nothing that it has started is left."""
         told = command_environment(agent)
         for name, text in told.items():
             if len(text.encode("utf-8", "replace")) > MAX_VARIABLE_BYTES or "\0" in text:
@@ -377,17 +423,15 @@ class Command:
                     f"a command can be told {MAX_VARIABLE_BYTES} bytes in each. Let a function "
                     "play, or shorten the record."
                 )
-        shown = without_secrets(os.environ, self._secrets)
-        process = await COMMANDS.start(self._words, {**shown, **told})
-        assert process.stdout is not None, "it was asked for"
+        command = await COMMANDS.start(self._words, {**self._environ, **told})
         tail = bytearray()
-        reading = asyncio.ensure_future(_keep_tail(process.stdout, tail))
+        reading = asyncio.ensure_future(_keep_tail(command.stdout, tail))
         try:
-            code = await process.wait()
+            code = await command.wait()
+            await asyncio.wait({reading}, timeout=DRAIN_S)
         finally:
-            COMMANDS.end(process)
-            await asyncio.wait({reading, asyncio.ensure_future(process.wait())}, timeout=REAP_S)
             reading.cancel()
+            await COMMANDS.end(command)
         text = tail.decode(errors="replace").strip()
         if code:
             raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
@@ -395,16 +439,6 @@ class Command:
                 f"it wrote: {text[-SHOWN:] or 'nothing'}"
             )
         log.debug("%s has ended; the end of what it wrote: %s", self._words[0], text[-SHOWN:])
-
-
-def without_secrets(environ: Mapping[str, str], secrets: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables without the run's own (the secret that samplers join with, the keys of
-    its endpoint) and without these."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(OWN_VARIABLES) and name not in secrets
-    }
 
 
 def command_environment(agent: AgentSession) -> dict[str, str]:

@@ -1,117 +1,123 @@
-"""Commands whose process groups do not outlive this process, however it ends.
+"""Commands on an event loop, of which nothing is left when they exit, or when this process ends.
 
-    this process ──pipe──> keeper ──SIGKILL──> groups that are left when the pipe breaks
-         │ starts            ^
-         └──> /bin/sh ──"+PID"┘ ──becomes──> the command, leader of its own group
-
-A command says who it is before it begins, and the keeper reads on until the last end of its pipe is
-closed: a group is known, or has not begun. One keeper, in a session of its own, serves all commands
-of a process.
+start ──> keeper (keeper.py) ──> the command and all that it starts
+ │ wait: for the keeper's own exit, not for its pipes, which a stray process may hold
+ └ end:  SIGTERM to the keeper, which kills all below it
 """
 
-import contextlib
-import logging
+import asyncio
 import os
-import signal
 import subprocess
-import sys
-import threading
-from asyncio import create_subprocess_exec
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-log = logging.getLogger(__name__)
+from jaxrl_async.keeper import END_S, kept, kill_session
 
-TELL_AND_BECOME = 'echo "+$$" >&0 && exec "$@" </dev/null'
-"""What /bin/sh does, its standard input being the keeper's pipe."""
+LOOK_S = 0.1
+"""How often a command is looked at where no descriptor says that it has ended, seconds."""
+REAP_S = END_S + 1.0
+"""Longest wait for a keeper that was told to end, seconds; then it is killed itself."""
 
 
-def start_keeper() -> "subprocess.Popen[bytes]":
-    """Start the process that kills what is left, this file as a script."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__],
-        stdin=subprocess.PIPE,
-        stdout=DEVNULL,
-        stderr=DEVNULL,
-        start_new_session=True,
-    )
+class RunningCommand:
+    """A command that was started. On one event loop."""
+
+    def __init__(
+        self,
+        keeper: "subprocess.Popen[bytes]",
+        stdout: asyncio.StreamReader,
+        transport: asyncio.ReadTransport,
+    ) -> None:
+        self._keeper, self.stdout, self._transport = keeper, stdout, transport
+        self.pid = keeper.pid  # also names the session that it began in
+
+    async def wait(self) -> int:
+        """Wait until it has exited and nothing of it is left; return its exit code, negative: the
+        signal that ended it."""
+        keeper = self._keeper
+        if keeper.poll() is None:
+            try:
+                watched = os.pidfd_open(keeper.pid)
+            except (AttributeError, OSError):
+                watched = None
+            if watched is None:
+                while keeper.poll() is None:
+                    await asyncio.sleep(LOOK_S)
+            else:
+                await _readable(watched)
+        code = keeper.wait()
+        if code < 0:  # perhaps it was not the command that was killed, but its keeper
+            kill_session(self.pid)
+        return code
+
+    async def end(self) -> None:
+        """Kill what is left of it, if anything, and wait for that. Idempotent."""
+        if self._keeper.poll() is None:
+            self._keeper.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    await self.wait()
+        if self._keeper.poll() is None:
+            self._keeper.kill()
+            await self.wait()
+
+    def close(self) -> None:
+        """Read no more of its output. Idempotent."""
+        self._transport.close()
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read, and close it."""
+    loop = asyncio.get_running_loop()
+    seen: asyncio.Future[None] = loop.create_future()
+
+    def see() -> None:
+        if not seen.done():
+            seen.set_result(None)
+
+    loop.add_reader(descriptor, see)
+    try:
+        await seen
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 class CommandGroups:
-    """The commands of this process, each in a process group of its own. Any thread."""
+    """The commands of this process, each with all that it has started. On any event loop."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._groups: set[int] = set()  # that run
+        self.running: set[RunningCommand] = set()  # begun, and not ended
 
-    async def start(self, words: Sequence[str], environ: Mapping[str, str]) -> Process:
-        """Start a command, its output and errors in one pipe; its process id names its group. The
-        caller must `end` it."""
-        process = await create_subprocess_exec(
-            "/bin/sh",
-            "-c",
-            TELL_AND_BECOME,
-            "sh",
-            *words,
-            stdin=self._pipe(),
+    async def start(self, words: Sequence[str], environ: Mapping[str, str]) -> RunningCommand:
+        """Start a command, its output and errors in one pipe. The caller must `end` it. Raises
+        OSError."""
+        keeper = subprocess.Popen(
+            kept(words),
+            stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
             env=environ,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the run
         )
-        with self._lock:
-            self._groups.add(process.pid)
-        return process
+        reader = asyncio.StreamReader()
+        assert keeper.stdout is not None, "it was asked for"
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), keeper.stdout
+        )
+        command = RunningCommand(keeper, reader, transport)
+        self.running.add(command)
+        return command
 
-    def end(self, process: Process) -> None:
-        """Kill what is left of a command's group, if anything."""
-        kill_group(process.pid)
-        with self._lock:
-            self._groups.discard(process.pid)
-            if self._keeper is not None:
-                _tell(self._keeper, f"-{process.pid}\n")
-
-    def _pipe(self) -> int:
-        """Return the end of the pipe that a command begins with; start a keeper if none lives."""
-        with self._lock:
-            if self._keeper is None or self._keeper.poll() is not None:
-                if self._keeper is not None:
-                    log.warning("the keeper of commands was killed; another one is started")
-                self._keeper = start_keeper()
-                _tell(self._keeper, "".join(f"+{pid}\n" for pid in self._groups))
-            assert self._keeper.stdin is not None, "it was asked for"
-            return self._keeper.stdin.fileno()
-
-
-def _tell(keeper: "subprocess.Popen[bytes]", text: str) -> None:
-    """Write to the keeper; one that was killed meanwhile is replaced with the next command."""
-    assert keeper.stdin is not None, "it was asked for"
-    with contextlib.suppress(OSError):
-        os.write(keeper.stdin.fileno(), text.encode())
-
-
-def kill_group(pid: int) -> None:
-    """Kill what is left of a process group, if anything."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def keep(lines: Iterable[str]) -> None:
-    """Read which groups begin ("+PID") and end ("-PID"); kill those that are left at the end."""
-    groups: set[int] = set()
-    for line in lines:
-        sign, pid = line[:1], line[1:].strip()
-        if sign == "+" and pid.isdecimal():
-            groups.add(int(pid))
-        elif sign == "-" and pid.isdecimal():
-            groups.discard(int(pid))
-    for group in groups:
-        kill_group(group)
+    async def end(self, command: RunningCommand) -> None:
+        """Kill what is left of a command, and read no more of its output."""
+        try:
+            await command.end()
+        finally:
+            command.close()
+            self.running.discard(command)
 
 
 COMMANDS = CommandGroups()
 """Those of this process."""
-
-if __name__ == "__main__":
-    keep(sys.stdin)

@@ -32,6 +32,7 @@ from jaxrl_async.rollout.chat_env import (
     value_of,
 )
 from jaxrl_async.rollout.context_branch import branch_after
+from jaxrl_async.rollout.env import CLOSE_S
 from jaxrl_async.rollout.episode import (
     NOTHING,
     EpisodeLimits,
@@ -372,12 +373,14 @@ class GameMember:
     async def _close(self, game: Game, prompt: Prompt) -> None:
         """Let the game give back what it holds; what goes wrong is counted and logged."""
         try:
-            value_of(await self._chat.call(game.close), "close")
+            async with asyncio.timeout(CLOSE_S):
+                value_of(await self._chat.call(game.close), "close")
         except BaseException as error:
             if is_the_runs_own_end(error) or isinstance(error, asyncio.CancelledError):
                 raise
             self._chat.count("failed_closes")
-            log.warning("prompt %d: the game's close() failed: %s", prompt.prompt_id, error)
+            why = f"it took more than {CLOSE_S:g} s" if isinstance(error, TimeoutError) else error
+            log.warning("prompt %d: the game's close() failed: %s", prompt.prompt_id, why)
 
 
 def round_of(asked: Asked, game: Game, method: str) -> Round:

@@ -30,7 +30,6 @@ from jaxrl_async.rollout.episode import EpisodeLimits, check_kept, make_request,
 from jaxrl_async.rollout.trace import Trace, cut_completion
 from jaxrl_async.types import (
     CORRECT,
-    LARGEST_REWARD,
     Completion,
     Episode,
     FloatArray,
@@ -51,6 +50,8 @@ GAVE_UP = "its agent gave it up: "
 """How the reason begins of a session that its agent could not play."""
 STOPPING = "the run is stopping"
 """Reason of a session that its run ended."""
+REWARD_KEY = "reward-"
+"""How the keys begin that reward."""
 KEY_BYTES = 24
 """Random bytes of a session's key."""
 MAX_PARTS = 64
@@ -69,6 +70,7 @@ class SessionLimits:
     # the caller chooses temperature, top-k ..., and a seed. False, as in training: the run's own
     # distribution holds, and what a caller asks for instead is counted
     own_sampling: bool = False
+    max_reward: float = 100.0  # largest reward or part of one that a call gives it, either sign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +120,13 @@ class PolicySession:
             run_stops: whether the run is stopping: then this is why it ends, whoever ends it.
         """
         self.key = key if key is not None else secrets.token_urlsafe(KEY_BYTES)
+        self.reward_key = REWARD_KEY + secrets.token_urlsafe(KEY_BYTES)
+        """Gives the session its reward and ends it; never `key`: code that the policy has written
+        may have that one."""
         self.place, self.limits, self.bounds = place, limits, bounds
         self._generate, self._clock, self._run_stops = generate, clock, run_stops
         self._lock = threading.Lock()
+        self._told_reward_key = False
         self._trace, self._given = Trace(), _Given()
         self._ended: str | None = None
         self._exhausted: str | None = None
@@ -226,22 +232,37 @@ class PolicySession:
         self._record(number, completion, is_cut=kept is not None)
         return completion
 
+    def tell_reward_key(self) -> str:
+        """Return the key that rewards it: once, and before its first call, when nobody has run
+        anything yet that the policy has written. Raises RolloutError afterwards."""
+        with self._lock:
+            self._check_open()
+            if self._told_reward_key or self._trace.num_calls:
+                why = "it was told before" if self._told_reward_key else "calls were made"
+                raise RolloutError(
+                    f"session {self.label}: {why}, and the key that rewards it is told once, "
+                    "before its first call. Ask for it first."
+                )
+            self._told_reward_key = True
+            return self.reward_key
+
     def reward(
         self, value: float, *, parts: Mapping[str, float] | None = None, call: str | None = None
     ) -> None:
         """Set the reward of the session, or of one call; saying it again replaces it.
 
         Args:
-            value: a finite number.
-            parts: its named components, each a finite number. Only for the whole session.
+            value: from -max_reward to max_reward (SessionLimits).
+            parts: its named components, each such a number. Only for the whole session.
             call: Completion.request_id of the call; its last drawn token gets the reward. None: of
                 the whole session.
 
-        Raises SessionEnded, and RolloutError for what is not finite, has too many parts, or names a
-        call that did not draw.
+        Raises SessionEnded, and RolloutError for a number beyond that, too many parts, or a call
+        that did not draw.
         """
-        value = _finite("reward", value)
-        named = _parts(parts or {})
+        most = self.bounds.max_reward
+        value = _bounded("reward", value, most)
+        named = _parts(parts or {}, most)
         if named and call is not None:
             raise RolloutError(f"session {self.label}: the reward of a call has no parts.")
         with self._lock:
@@ -550,7 +571,8 @@ class Sessions:
         """
         self._max_open, self._clock, self._count = max_open, clock, count
         self._lock = threading.Lock()
-        self._open: dict[str, PolicySession] = {}
+        self._open: dict[str, PolicySession] = {}  # by key
+        self._rewarded: dict[str, PolicySession] = {}  # by the key that rewards
         self._past: OrderedDict[str, str] = OrderedDict()  # why the last ones ended, by key
         self._closed = False
 
@@ -587,14 +609,22 @@ class Sessions:
             if session.key in self._open:
                 raise RolloutError(f"the key of session {session.label} is that of another one")
             self._open[session.key] = session
+            self._rewarded[session.reward_key] = session
         session.on_end(lambda reason: self._forget(session, reason))
         return session
 
     def find(self, key: str) -> PolicySession:
         """Return the open session of this key. Raises SessionEnded, with the reason if there was
         one of this key not long ago, and Closed after `close`."""
+        return self._found(self._open, key)
+
+    def find_rewarded(self, reward_key: str) -> PolicySession:
+        """Return the open session that this key rewards. Raises as `find`."""
+        return self._found(self._rewarded, reward_key)
+
+    def _found(self, by_key: Mapping[str, PolicySession], key: str) -> PolicySession:
         with self._lock:
-            session, reason = self._open.get(key), self._past.get(key)
+            session, reason = by_key.get(key), self._past.get(key)
             closed = self._closed
         if session is not None:
             return session
@@ -631,16 +661,19 @@ class Sessions:
     def _forget(self, session: PolicySession, reason: str) -> None:
         with self._lock:
             self._open.pop(session.key, None)
-            self._past[session.key] = reason
-            while len(self._past) > self._max_open:
+            self._rewarded.pop(session.reward_key, None)
+            self._past[session.key] = self._past[session.reward_key] = reason
+            while len(self._past) > 2 * self._max_open:
                 self._past.popitem(last=False)
 
 
-def _parts(parts: Mapping[str, float]) -> dict[str, float]:
+def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
     """Return the parts of a reward. Raises RolloutError for a name or number that none can have."""
     if len(parts) > MAX_PARTS:
         raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")
-    named = {str(name): _finite(f"part {name!r:.60}", value) for name, value in parts.items()}
+    named = {
+        str(name): _bounded(f"part {name!r:.60}", value, most) for name, value in parts.items()
+    }
     for name in named:
         if name != part_name(name) or names_a_metric(name):
             raise RolloutError(
@@ -652,11 +685,14 @@ def _parts(parts: Mapping[str, float]) -> dict[str, float]:
     return named
 
 
-def _finite(name: str, value: float) -> float:
-    """Return a number as a float. Raises RolloutError if it is none or not finite."""
+def _bounded(name: str, value: float, most: float) -> float:
+    """Return a number as a float. Raises RolloutError if it is none, or larger than `most`."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or not abs(value) <= LARGEST_REWARD:  # NaN is not, either
-        raise RolloutError(f"the {name} of a session must be a finite number, not {value!r:.60}.")
+    if not is_number or not abs(value) <= most:  # NaN is not, either
+        raise RolloutError(
+            f"the {name} of a session must be a number from {-most:g} to {most:g}, not "
+            f"{value!r:.60}. Correct what gives it, or raise endpoint.max_reward."
+        )
     return float(value)
 
 

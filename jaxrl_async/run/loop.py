@@ -46,6 +46,7 @@ from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
+from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
@@ -58,6 +59,7 @@ from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
+from jaxrl_async.shown_environment import hide_secrets
 from jaxrl_async.view.report import write_report
 
 Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
@@ -76,6 +78,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             any other exception fails it.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
+    hide_secrets(key_variables(config.model_dump()))
     limit_arenas()
     if jax.distributed.is_initialized():
         claim_devices(config)

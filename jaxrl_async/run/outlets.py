@@ -41,12 +41,15 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.signals import LOOK_S
+from jaxrl_async.tasks.usercode import run_loop
 from jaxrl_async.trainer.beside import Finish
 from jaxrl_async.trainer.sight import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
 from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, IntArray, Prompt
 
 log = logging.getLogger(__name__)
 
+GIVE_UP_S = 6.0
+"""Longest wait for what plays an evaluation that was given up, seconds."""
 MAX_SAMPLE_TOKENS = 1024
 """Tokens of a sample of which log-prob and version are recorded."""
 
@@ -326,7 +329,7 @@ class Evaluation:
         result: EvalResult | None = NOT_ASKED
         try:
             if self.lockstep.plays:
-                result = asyncio.run(self._answered_unless_given_up())
+                result = run_loop(self._answered_unless_given_up())
         except EndpointMisset:
             raise
         except RolloutError as error:
@@ -359,7 +362,7 @@ class Evaluation:
         if answered.done():
             return await answered
         answered.cancel()
-        await asyncio.gather(answered, return_exceptions=True)
+        await asyncio.wait((answered,), timeout=GIVE_UP_S)
         log.warning("an evaluation is left out: a stop was asked for before all was answered")
         return None
 

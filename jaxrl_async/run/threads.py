@@ -1,6 +1,5 @@
 """The threads of one run of rl: started together, and stopped in the order of the data."""
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.left_threads import leave_behind
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.tasks.usercode import run_loop
 
 JOIN_S = 60.0
 """Longest wait for a thread to end after everything it waits on was closed, seconds."""
@@ -67,7 +67,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     threads += [new_thread(f"watchdog{of}", parts.watchdog.run)]
     threads += [new_thread(f"notices{of}", parts.notices.run)]
     if parts.plays:
-        threads += [new_thread(f"rollouts{of}", lambda: asyncio.run(parts.rollouts.run()))]
+        threads += [new_thread(f"rollouts{of}", lambda: run_loop(parts.rollouts.run()))]
     processes = parts.sampling.processes
     if processes is not None:
         threads += [new_thread("sampler processes", processes.run)]

@@ -20,6 +20,7 @@ from typing import TextIO
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, import_path
+from jaxrl_async.shown_environment import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _started() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": import_path()},
+        env={**without_secrets(os.environ), "PYTHONPATH": import_path()},
         start_new_session=True,  # Ctrl-C is for the run, which may still evaluate
     )
 

@@ -29,9 +29,11 @@ from jaxrl_async import codec
 from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.userfile import LOADING, LoadedSoFar, end_loading, is_own
 from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError
+from jaxrl_async.keeper import END_S, kept, kill_session
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all, import_path
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
+from jaxrl_async.shown_environment import hide_secrets, is_the_runs
 from jaxrl_async.tasks.usercode import TooLate, told
 from jaxrl_async.types import Score
 
@@ -140,19 +142,23 @@ class _Process:
         return list(reply["scores"]), logged
 
     def close(self) -> None:
-        """End the process and whatever it has started, at once. Idempotent."""
+        """End the process and whatever it has started. Idempotent."""
         popen, self._popen = self._popen, None
         self._loaded.clear()
         if popen is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(popen.pid, signal.SIGKILL)
+        popen.terminate()  # its keeper kills it
         with suppress(OSError):
             os.close(self._replies)
         assert popen.stdin is not None
         with suppress(OSError):
             popen.stdin.close()
-        popen.wait()
+        try:
+            popen.wait(END_S + 1)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        kill_session(popen.pid)
 
     def _exchange(self, request: bytes, timeout_s: float) -> Mapping[str, Any]:
         if self._popen is None:
@@ -186,11 +192,11 @@ class _Process:
         self._replies, to_run = os.pipe()
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "jaxrl_async.scorers.reward_process", str(to_run)],
+                kept([sys.executable, "-m", "jaxrl_async.scorers.reward_process", str(to_run)]),
                 stdin=subprocess.PIPE,
                 pass_fds=[to_run],
                 env={
-                    **os.environ,
+                    **{n: value for n, value in os.environ.items() if not is_the_runs(n)},
                     "PYTHONPATH": import_path(),
                     "JAX_PLATFORMS": "cpu",
                     LOADING: "1",
@@ -327,6 +333,7 @@ def _module_of(source: Source) -> Any:
 
 def main() -> None:
     """Serve calls of the process that started this one; nothing else reads or writes the pipes."""
+    hide_secrets()  # from what a reward runs
     requests, replies = os.dup(0), int(sys.argv[1])
     os.set_inheritable(replies, False)
     with open(os.devnull) as nothing:

@@ -7,13 +7,16 @@ evaluation's loop ┘          └─> one event loop on its own thread    async
 
 import asyncio
 import contextlib
+import ctypes
 import functools
+import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +33,12 @@ SHOWN_FRAMES = 12
 """Most calls of a traceback that are shown."""
 MAX_STUCK = 64
 """Most threads stuck in calls that never returned: a thread cannot be stopped."""
+LEFT_S = 5.0
+"""When an async call that was cancelled counts as left behind, seconds."""
+REAP_S = 5.0
+"""Longest wait at a loop's end for tasks that were cancelled, seconds."""
+
+log = logging.getLogger(__name__)
 
 
 class TooLate(Exception):
@@ -204,18 +213,88 @@ def _outcome(work: Callable[[], Any]) -> CallOutcome:
         return CallOutcome(error=error)
 
 
-async def run_async(work: Callable[[], Awaitable[Any]], timeout_s: float) -> CallOutcome:
+async def run_async(
+    work: Callable[[], Awaitable[Any]],
+    timeout_s: float | None,
+    *,
+    reap_s: float = 0.0,
+    name: str = "an async function",
+) -> CallOutcome:
     """Run a user's coroutine on the loop for user code; raise TooLate after `timeout_s` seconds.
 
     All user coroutines of the process share that loop, so that a session or semaphore kept in a
-    user's file works for training, evaluation and the next run.
+    user's file works for training, evaluation and the next run. No other loop waits for one that
+    swallows its cancellation: it is left behind, which is logged.
+
+    Args:
+        work: begins it.
+        timeout_s: longest time for it, seconds; None: no limit.
+        reap_s: how long its end is waited for once it was cancelled, seconds.
+        name: what it is, for the log.
     """
+    call = _AsyncCall(work, name)
     try:
-        async with time_limit(timeout_s):  # before: what runs there knows its limits
-            running = asyncio.run_coroutine_threadsafe(_awaited(work), _own_loop())
-            return await asyncio.wrap_future(running)
+        async with time_limit(timeout_s):
+            call.start()  # in here: what runs there knows its limits
+            return await asyncio.wrap_future(call.outcome)
     except TimeoutError:  # only the timeout raises it: the function's own is in the outcome
         raise TooLate from None
+    finally:
+        if not call.outcome.done():
+            call.cancel()
+            if reap_s:
+                await asyncio.wait([asyncio.wrap_future(call.outcome)], timeout=reap_s)
+
+
+class _AsyncCall:
+    """A user's coroutine on the loop for user code."""
+
+    def __init__(self, work: Callable[[], Awaitable[Any]], name: str) -> None:
+        self.outcome: ThreadFuture[CallOutcome] = ThreadFuture()
+        self.outcome.set_running_or_notify_cancel()  # who waits no longer does not end it
+        self._work, self._name = work, name
+        self._task: asyncio.Task[CallOutcome] | None = None
+
+    def start(self) -> None:
+        """Begin it, in the context of the caller."""
+        _own_loop().call_soon_threadsafe(self._begin)
+
+    def cancel(self) -> None:
+        """Cancel it; say so later if it has not ended by then."""
+        _own_loop().call_soon_threadsafe(self._cancel)
+
+    def _begin(self) -> None:
+        _pin(self)
+        self._task = _own_loop().create_task(_awaited(self._work))
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[CallOutcome]") -> None:
+        """Take what it gave, also where it was cancelled before it had begun."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self.outcome.set_result(task.result() if error is None else CallOutcome(error=error))
+        _unpin(self)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "it was begun before"
+        self._task.cancel()
+        _own_loop().call_later(LEFT_S, self._tell_if_left)
+
+    def _tell_if_left(self) -> None:
+        if not self.outcome.done():
+            log.warning(
+                "%s does not end %g s after it was cancelled, and is left behind: let it raise "
+                "CancelledError again where it catches BaseException.",
+                self._name,
+                LEFT_S,
+            )
+
+
+_pin, _unpin = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
+"""Keep an object from being collected, also while the interpreter exits, and give it free. A
+coroutine that is collected is asked to end once more, on whichever thread does that; one that
+swallows everything would keep that thread for ever."""
+for _call in (_pin, _unpin):
+    _call.argtypes, _call.restype = [ctypes.py_object], None
 
 
 def start_async(work: Callable[[], Coroutine[None, None, T]]) -> "ThreadFuture[T]":
@@ -235,8 +314,51 @@ async def _awaited(work: Callable[[], Awaitable[Any]]) -> CallOutcome:
 @functools.cache
 def _own_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(DaemonThreads())
     threading.Thread(target=loop.run_forever, name="user-code", daemon=True).start()
     return loop
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """What asyncio.to_thread uses on a loop for code of others: a thread for each call, for which
+    nothing waits, neither the end of the loop nor that of the process."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> "ThreadFuture[T]":
+        """Call a function on a thread of its own."""
+        future: ThreadFuture[T] = ThreadFuture()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*args, **named))
+            except BaseException as error:  # every exception belongs to the call
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="user-call", daemon=True).start()
+        return future
+
+
+def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
+    """Run a coroutine to its end on an event loop of its own, as asyncio.run does, but leave behind
+    what does not end within reap_s seconds once it was cancelled, and wait for no thread."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(DaemonThreads())
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(work)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            _, left = loop.run_until_complete(asyncio.wait(left, timeout=reap_s))
+        for task in left:
+            log.warning("%r does not end when it is cancelled, and is left behind", task)
+            _pin(task)
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), reap_s))
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:

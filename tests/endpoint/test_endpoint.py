@@ -296,14 +296,16 @@ def test_a_session_becomes_an_episode_of_what_was_drawn(rig: Rig):
             )  # fmt: skip
             answer = turns[-1].choices[0].message.model_dump(exclude_none=True)
             messages += [answer, {"role": "user", "content": "And?"}]
-        path, shown = "/v1/session/reward", {"x-api-key": session.key}
+        path, shown = "/v1/session/reward", {"x-api-key": session.reward_key}
         of_turn = {"reward": 2, "call": turns[1].choices[0].request_id}
         for given in ({"reward": 0.5, "parts": {"style": 1}}, of_turn):
             assert rig.http.post(path, json=given, headers=shown).is_success
         wrong = rig.http.post(path, json={"reward": 1, "call": "g9/m9/t9"}, headers=shown)
         assert wrong.status_code == 400 and "g9/m9/t9" in wrong.json()["error"]["message"]
         assert rig.http.post("/v1/session/end", json={}, headers=shown).is_success
-        late = rig.http.post("/v1/chat/completions", json={"messages": HI}, headers=shown)
+        late = rig.http.post(
+            "/v1/chat/completions", json={"messages": HI}, headers={"x-api-key": session.key}
+        )
     assert late.status_code == 401 and "finished" in late.json()["error"]["message"]
     episode = session.episode()
     assert (episode.starts, episode.num_turns, episode.score.reward) == ((0,), 3, 0.5)
@@ -487,6 +489,7 @@ def test_what_cannot_be_served_is_refused_by_name(rig: Rig, body, field):
         ("/inference/v1/generate", b'{"token_ids": []}', 400),
         ("/v1/messages", b'{"messages": [{"role": "user", "content": "Hi"}]}', 400),
         ("/v1/session/end", b"{}", 404),
+        ("/v1/session/reward_key", b"{}", 404),
         ("/v1/unheard", b"{}", 404),
     ],
 )  # fmt: skip

@@ -1,29 +1,25 @@
 """Commands end with the process that started them, with all that they started themselves."""
 
-import os
+import asyncio
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from jaxrl_async.rollout.command_groups import keep
+import pytest
+
+from jaxrl_async.rollout.command_groups import COMMANDS
 
 STARTS = """
 import asyncio, sys
 from jaxrl_async.rollout.command_groups import COMMANDS
 
 async def work():
-    gone = await COMMANDS.start(["sh", "-c", "exit 3"], {})
-    assert await gone.wait() == 3
-    COMMANDS.end(gone)
-    words = ["sh", "-c", "trap '' TERM; sleep 60 & echo $$ $!; wait"]
-    one = await COMMANDS.start(words, {"PATH": "/usr/bin:/bin"})
-    COMMANDS._keeper.kill()
-    COMMANDS._keeper.wait()
-    two = await COMMANDS.start(words, {"PATH": "/usr/bin:/bin"})
-    pids = [(await p.stdout.readline()).decode().strip() for p in (one, two)]
-    print(*pids, COMMANDS._keeper.pid, flush=True)
+    words = ["sh", "-c", "trap '' TERM; sleep 60 & setsid sleep 60 & echo $$ $!; wait"]
+    commands = [await COMMANDS.start(words, {"PATH": "/usr/bin:/bin"}) for _ in range(2)]
+    pids = [(await p.stdout.readline()).decode().strip() for p in commands]
+    print(*pids, *(p.pid for p in commands), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(work())
@@ -49,19 +45,32 @@ def test_no_command_outlives_a_killed_process_and_its_children_neither():
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         pids = [int(word) for word in run.stdout.readline().split()]
-        assert len(pids) == 5 and all(map(is_alive, pids))
+        assert len(pids) == 6 and all(map(is_alive, pids))
         run.kill()
-    assert gone(pids), "the keeper leaves, too"
+    assert gone(pids), "the keepers leave, too"
 
 
-def test_groups_that_have_ended_are_left_alone():
-    """Their number may be another process's by then."""
-    groups = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
-    ended, left = (g.pid for g in groups)
-    try:
-        keep([f"+{ended}\n", f"+{left}\n", "nonsense\n", "+\n", f"-{ended}\n"])
-        assert gone([left]) and is_alive(ended)
-    finally:
-        for group in groups:
-            os.kill(group.pid, signal.SIGKILL)
-            group.wait()
+@pytest.mark.parametrize(
+    ("words", "code", "output"),
+    [
+        (["sh", "-c", "echo out; echo err >&2; exit 3"], 3, "out\nerr\n"),
+        (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
+        (["sh", "-c", "kill -KILL $$"], -signal.SIGKILL, ""),
+        (["no-such-command"], 127, "no-such-command: No such file or directory\n"),
+        (["/etc/passwd"], 126, "/etc/passwd: Permission denied\n"),
+        (["sh", "-c", "yes | head -n 1"], 0, "y\n"),
+        (["sh", "-c", "cat; test $(ls /proc/self/fd | wc -l) = 4"], 0, ""),
+    ],
+)
+def test_a_command_ends_as_it_would_by_itself(words, code, output):
+    """Its code, its signal, its output; no input, SIGPIPE as usual, and no stray descriptor."""
+
+    async def run():
+        command = await COMMANDS.start(words, {"PATH": "/usr/bin:/bin"})
+        try:
+            return await command.wait(), (await command.stdout.read()).decode()
+        finally:
+            await COMMANDS.end(command)
+
+    assert asyncio.run(run()) == (code, output)
+    assert not COMMANDS.running

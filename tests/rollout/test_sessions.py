@@ -14,18 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outage_clock import QuickOutages
+from played_programs import LIMITS, Policy, played, programs, through
 
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
-from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
 from jaxrl_async.rollout.context_branch import context_branch
-from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
-    PlayAgain,
-    SavedEpisode,
-    begin_groups,
-    play_group,
-)
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.rollout.sessions import (
     FINISHED,
@@ -35,43 +27,9 @@ from jaxrl_async.rollout.sessions import (
     SessionPlace,
     Sessions,
 )
-from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.clock import VirtualClock
-from jaxrl_async.testing.fakes import make_completion, make_prompt
+from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import SamplingParams, Score, StopReason
-
-LIMITS = EpisodeLimits(
-    sampling=SamplingParams(temperature=0.7), stop_token_ids=(0,), max_new_tokens=4, max_length=12
-)
-
-
-class Policy:
-    """A ports.Generate that draws two tokens, made from the request, and a stop token; any loop."""
-
-    seed = None
-
-    def __init__(self, *, hold: bool = False) -> None:
-        self.requests, self.futures, self._hold, self._lock = [], [], hold, threading.Lock()
-
-    def submit_many(self, requests):
-        loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in requests]
-        with self._lock:
-            self.requests += requests
-            self.futures += futures
-        for request, future in zip(requests, futures, strict=True):
-            if not self._hold:
-                loop.call_later(0.001 * random.random(), self.answer, request, future)
-        return futures
-
-    def answer(self, request, future):
-        seed = [*request.token_ids.tolist(), request.branch, *(request.key or ())]
-        drawn = np.random.default_rng([abs(s) for s in seed]).integers(1, 9, 2)
-        if not future.done():
-            future.set_result(make_completion(request, [*drawn.tolist(), 0]))
-
-    def progress(self):
-        return ()
 
 
 def opened(policy=None, *, clock=time.monotonic, **bounds) -> PolicySession:
@@ -354,58 +312,6 @@ def calls_in(episode):
 
 
 # ---- programs
-
-
-def programs(program, count=None, sessions=None, **bounds):
-    made = AgentPrograms(
-        program,
-        sessions or Sessions(),
-        ProgramEndpoint(address=lambda: "http://127.0.0.1:9", model="tiny"),
-        SessionLimits(**bounds),
-        judge=score_of,
-        count=count or (lambda name, number: None),
-    )
-    return made
-
-
-def played(made, members=1, policy=None, prompt=None, outages=None):
-    """Play one group as a run does, guarded."""
-    prompt, policy = prompt or make_prompt(3), policy or Policy()
-    spent = []
-
-    async def play():
-        guarded = GuardedEnvs(made, timeout_s=0.01, vocab_size=100)
-        (begun,) = begin_groups(
-            policy, guarded, [("g5", prompt, (SavedEpisode(),) * members)], LIMITS
-        )
-        assert policy.requests == []
-        again = None if outages is None else PlayAgain(make_env=guarded, outages=outages)
-        return await play_group(
-            policy,
-            prompt,
-            begun,
-            label="g5",
-            limits=LIMITS,
-            again=again,
-            spent_s=spent.append,
-        )
-
-    return asyncio.run(play()), spent
-
-
-def through(sessions, turns=2, result=1.0):
-    """A program that draws in the process, as the endpoint would for it."""
-
-    async def program(agent: AgentSession):
-        assert agent.base_url == "http://127.0.0.1:9/v1" and agent.model == "tiny"
-        session = sessions.find(agent.api_key)
-        tokens = [1]
-        for _ in range(turns):
-            tokens = [*tokens, *(await session.draw(np.array(tokens))).token_ids.tolist(), 5]
-            await asyncio.sleep(0.01)
-        return result
-
-    return program
 
 
 def test_programs_play_members_of_a_group_each_with_a_session_of_its_own():

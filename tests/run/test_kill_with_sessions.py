@@ -115,13 +115,14 @@ from pathlib import Path
 HERE, URL, KEY = Path(__file__).parent, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 
 
-def post(path, body):
+def post(path, body, key=KEY):
     request = urllib.request.Request(
-        URL + path, json.dumps(body).encode(), {"Authorization": "Bearer " + KEY}
+        URL + path, json.dumps(body).encode(), {"Authorization": "Bearer " + key}
     )
     return json.load(urllib.request.urlopen(request))
 
 
+reward_key = post("/session/reward_key", {})["reward_key"]
 messages = [{"role": "user", "content": "1"}]
 for _ in range(2):
     reply = post("/chat/completions", {"messages": messages})["choices"][0]["message"]
@@ -132,7 +133,7 @@ for _ in range(2):
     file.unlink(missing_ok=True)
     messages += [{"role": "assistant", "content": reply["content"]}]
     messages += [{"role": "user", "content": "2"}]
-post("/session/reward", {"reward": len(reply["content"] or "") % 3})
+post("/session/reward", {"reward": len(reply["content"] or "") % 3}, reward_key)
 '''
 
 

@@ -101,12 +101,12 @@ def agent(number):
             continue
         if number == 1 and taken % 2 and leaves(task):
             said["given up"] += 1
-            post("/v1/session/end", task["api_key"], {"failed": "no disk"})
+            post("/v1/session/end", task["reward_key"], {"failed": "no disk"})
             continue
         try:
             reward = play(task)
-            post("/v1/session/reward", task["api_key"], {"reward": reward}).raise_for_status()
-            post("/v1/session/end", task["api_key"], {}).raise_for_status()
+            post("/v1/session/reward", task["reward_key"], {"reward": reward}).raise_for_status()
+            post("/v1/session/end", task["reward_key"], {}).raise_for_status()
             with lock:
                 said["played"] += 1
         except Exception as error:

@@ -80,6 +80,15 @@ as_command = Task(
 if __name__ == "__main__":
     import urllib.request
 
+    def post(path, body, key):
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + path,
+            json.dumps(body).encode(),
+            {"Authorization": "Bearer " + key, "Content-Type": "application/json"},
+        )
+        return json.load(urllib.request.urlopen(request))
+
+    reward_key = post("/session/reward_key", {}, os.environ["OPENAI_API_KEY"])["reward_key"]
     game = GuessNumber(4)
     messages = [{"role": "user", "content": game.reset(json.loads(os.environ["JAXRL_RECORD"]))}]
     client = OpenAI()
@@ -89,16 +98,7 @@ if __name__ == "__main__":
         outcome = turn(game, messages, answer.choices[0])
     reward = outcome.pop("reward")
     said = {"reward": reward or sum(outcome.values()), "parts": outcome}
-    url = os.environ["OPENAI_BASE_URL"] + "/session/reward"
-    request = urllib.request.Request(
-        url,
-        json.dumps(said).encode(),
-        {
-            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
-            "Content-Type": "application/json",
-        },
-    )
-    urllib.request.urlopen(request).read()
+    post("/session/reward", said, reward_key)
 '''
 
 

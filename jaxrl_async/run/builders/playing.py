@@ -245,7 +245,13 @@ def make_programs(
         max_tokens=section.program_max_tokens,
         idle_s=section.program_idle_s,
         total_s=section.program_timeout_s,
+        max_reward=config.endpoint.max_reward,
     )
+    if section.program_variables and callable(task.program):
+        raise ConfigError(
+            "env.program_variables: the task's program is a function, which runs in this process "
+            "and sees all variables. Leave it out."
+        )
     endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
     try:
         return AgentPrograms(
@@ -256,6 +262,7 @@ def make_programs(
             judge=score_of,
             system_prompt=task.system_prompt,
             secrets=key_variables(config.model_dump()),
+            shown=section.program_variables,
             count=count,
         )
     except RolloutError as error:

@@ -1,0 +1,109 @@
+"""Which environment variables other programs see: those that a run starts, and those that look into
+its process (/proc/PID/environ).
+
+    this process's environment ──without_secrets──> the command that plays an agent program
+                               └─hide_secrets─────> what its own memory shows to other processes
+"""
+
+import ctypes
+import logging
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
+
+log = logging.getLogger(__name__)
+
+OWN_VARIABLES = "JAXRL_ASYNC_"
+"""How the names of variables begin that are the run's own: other programs do not see them."""
+SHOWN = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TEMP", "TMP", "TZ"),
+    *("LANG", "LANGUAGE", "LC_*", "NO_COLOR", "NO_PROXY", "no_proxy", "LD_LIBRARY_PATH"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8"),
+    *("PYTHONIOENCODING", "PYTHONHASHSEED", "VIRTUAL_ENV", "PYENV_ROOT", "PYENV_VERSION"),
+    *("CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    "NODE_EXTRA_CA_CERTS",
+)
+"""Variables that a command needs to find its programs, files, language and certificates."""
+SECRET_NAME = re.compile(
+    r"(KEY|TOKEN|SECRET|CREDENTIAL|COOKIE|AUTH|DSN|PAT)(S?\d*$|_)|PASS(WORD|WD|PHRASE)", re.I
+)
+"""Names of variables whose values are taken for secrets."""
+SECRET_VALUE = re.compile(r"://[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
+"""Values that are taken for secrets: addresses with a password in them, and private keys."""
+SET_DUMPABLE = 4  # of Linux's linux/prctl.h
+ENV_START, ENV_END = 47, 48
+"""Places of two addresses in /proc/self/stat, counted from behind the program's name."""
+
+
+def without_secrets(
+    environ: Mapping[str, str], secrets: Collection[str] = (), also: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return the variables that a program may see: those of SHOWN and of `also`, without the run's
+    own and without the secrets.
+
+    Args:
+        environ: all variables.
+        secrets: names of variables that hold keys of the run.
+        also: names of further variables; NAME* stands for all that begin so.
+    """
+    shown = (*SHOWN, *also)
+    return {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatchcase(name, pattern) for pattern in shown) and not is_the_runs(name, secrets)
+    }
+
+
+def is_the_runs(name: str, secrets: Collection[str] = ()) -> bool:
+    """Return whether a variable is the run's own, or one of its secrets."""
+    return name.startswith(OWN_VARIABLES) or name in secrets
+
+
+def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
+    """Take the secrets among the variables out of what other processes see of this one; this one
+    and the processes that it starts have them as before.
+
+    The values in the environment that the process began with are overwritten (that is what
+    /proc/PID/environ shows, to root as well), and if there was one, the process's memory is closed
+    to other processes of the same user (PR_SET_DUMPABLE): no core dump, no debugger, but for root.
+    Does nothing where the system is not Linux.
+
+    Args:
+        secrets: names of variables that hold keys, in addition to those that look so.
+
+    Returns the names of what was hidden.
+    """
+    hidden = tuple(
+        name
+        for name, value in os.environ.items()
+        if value
+        and (is_the_runs(name, secrets) or SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+    )
+    if sys.platform != "linux" or not hidden:
+        return ()
+    for name in hidden:
+        os.environ[name] = os.environ.pop(name)  # elsewhere: the first one is overwritten
+    with suppress(OSError, ValueError, IndexError):
+        _overwrite({os.fsencode(name) for name in hidden})
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    log.debug("hidden from other processes: %s", ", ".join(hidden))
+    return hidden
+
+
+def _overwrite(names: Collection[bytes]) -> None:
+    """Overwrite the values of variables in the environment that this process began with."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[ENV_START]), int(fields[ENV_END])
+    place = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0") if 0 < start < end else ():
+        name, _, value = entry.partition(b"=")
+        if name in names:
+            ctypes.memset(place + len(name) + 1, 0, len(value))
+        place += len(entry) + 1
