@@ -1,8 +1,11 @@
 """Build the CPU kernels for this machine, once, and make them known to XLA: a library for samplers,
 one for the trainer, each when it is first asked for.
 
-A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
-stands for the source, the compiler, its options, the processor and jaxlib.
+A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), a folder that only
+this user can read and change, under a name that stands for the source, the compiler, its options,
+the processor and jaxlib. Its sha256 is in a file of its own. A library is machine code that this
+process executes: one that is not this user's, has another sum, does not load or lacks a kernel is
+built again.
 """
 
 import ctypes
@@ -22,6 +25,7 @@ import jax
 
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
+from jaxrl_async.private_folder import check_own_file, private_folder, write_whole
 
 OPTIONS = (
     "-O3",
@@ -94,8 +98,68 @@ def _are_there(kernels: Kernels) -> bool:
 
 @functools.cache
 def _loaded(kernels: Kernels) -> ctypes.CDLL:
-    """Build and load a library. Raises NotBuiltError, OSError, RuntimeError."""
-    return ctypes.cdll.LoadLibrary(str(_built(kernels)))
+    """Load a library, built unless a sound one is there. Raises NotBuiltError, OSError,
+    RuntimeError."""
+    compiler = compiler_here()
+    path = _folder() / f"{_key(kernels, compiler)}.so"
+    try:
+        return _opened(_sound(path), kernels)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("the CPU kernels in %s are built again: %s", path, in_a_line(error))
+    for last in (False, True):  # another process may have replaced one of the two files meanwhile
+        _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
+        try:
+            return _opened(_sound(path), kernels)
+        except OSError as error:
+            if last:
+                why = f"{compiler} made what cannot be used: {in_a_line(error)}"
+                raise NotBuiltError(why) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _sound(path: Path) -> int:
+    """Open a library that this user's processes wrote and nobody has changed since; return the
+    descriptor. Raises OSError: FileNotFoundError if there is none."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        check_own_file(os.fstat(handle), path)
+        with open(handle, "rb", closefd=False) as file:
+            content = file.read()
+        with open(os.open(_sum_of(path), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            check_own_file(os.fstat(file.fileno()), _sum_of(path))
+            wanted = file.read(100)
+    except FileNotFoundError:
+        os.close(handle)
+        raise OSError(f"{_sum_of(path).name} is not there") from None
+    except BaseException:
+        os.close(handle)
+        raise
+    if wanted != _sum(content):
+        os.close(handle)
+        raise OSError("it is damaged: its sha256 is not that of the file beside it")
+    return handle
+
+
+def _opened(handle: int, kernels: Kernels) -> ctypes.CDLL:
+    """Load the library of a descriptor: no other file can have taken its name. Raises OSError.
+
+    The descriptor stays open: the loader takes a library of the same name for the same one.
+    """
+    library = ctypes.CDLL(f"/proc/self/fd/{handle}")
+    missing = [name for name in kernels.names if not hasattr(library, f"jaxrl_async_{name}")]
+    if missing:
+        raise OSError(f"it has no {', '.join(missing)}")
+    return library
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 @functools.cache
@@ -114,21 +178,16 @@ def target_of(name: str) -> str:
     return f"jaxrl_async.{name}"
 
 
-def _built(kernels: Kernels) -> Path:
-    """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
-    compiler = compiler_here()
+def _key(kernels: Kernels, compiler: str) -> str:
+    """Return the name of a library. Raises OSError."""
     sources = [Path(__file__).with_name(name) for name in kernels.files]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
     parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    path = _folder() / f"{key}.so"
-    if not path.exists():
-        _compile(compiler, sources[0], path)
-    return path
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async/kernels"
+    return private_folder("kernels")
 
 
 def _processor() -> str:
@@ -142,8 +201,8 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Write the library to `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the library and its sum, whole or not at all: the sum first, so that a library without
+    one is no new one. Processes that build at once write the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         words = [
@@ -160,4 +219,6 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
             raise NotBuiltError(f"{compiler} took more than {LIMIT_S:.0f} s") from error
         if done.returncode:
             raise NotBuiltError(f"{compiler} failed: {' '.join(done.stderr.split())[:200]}")
-        os.replace(made, path)
+        content = made.read_bytes()
+    write_whole(_sum_of(path), _sum(content))
+    write_whole(path, content)
