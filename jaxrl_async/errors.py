@@ -17,6 +17,12 @@ def in_a_line(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most]
 
 
+def printable(text: str, most: int = 4096) -> str:
+    """Return a text that others sent as it may be logged: its first `most` characters in one line,
+    with spaces for all that would begin another line or speak to a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:most])
+
+
 def is_the_runs_own_end(error: BaseException) -> bool:
     """Return whether an exception raised in a user's code was caused by the run ending instead.
 
@@ -108,6 +114,10 @@ class Disconnected(JaxrlError, ConnectionError):
 
 class JoinRefused(JaxrlError, ConnectionRefusedError):
     """The other side does not let this process join: secret, protocol or model do not fit."""
+
+
+class WrongSecret(JoinRefused):
+    """The two sides have different secrets."""
 
 
 class Closed(JaxrlError, RuntimeError):

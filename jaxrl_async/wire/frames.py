@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from jaxrl_async.errors import printable
+
 FRAME_BYTES = 1 << 20
 """Largest content of a frame."""
 FRAME_LIMIT = FRAME_BYTES + 64
@@ -110,7 +112,7 @@ class FrameInbox:
             raise ValueError(f"a frame of {len(frame)} bytes")
         kind, content = frame[0], memoryview(frame)[1:]
         if kind == FrameKind.BYE:
-            yield Bye(reason=bytes(content[:REASON_BYTES]).decode("utf-8", "replace"))
+            yield Bye(reason=printable(bytes(content[:REASON_BYTES]).decode("utf-8", "replace")))
         elif kind == FrameKind.PIECE:
             yield from self._take_piece(content)
         elif self._pieces and kind != FrameKind.BEAT:
