@@ -29,6 +29,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
@@ -70,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = loaded_adapters(args, policy)
         settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))
         section = sampler_section(args, policy, settings.adapters)
-        with Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler:
+        with (
+            logs_as("text"),
+            Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler,
+        ):
             for name, lora, adapter in given:
                 sampler.adapters.load(name, (lora, adapter))
             served = served_policy(args.folder, sampler, sampler.section, args.chat_format)

@@ -41,6 +41,10 @@ LIMIT_S = 120.0
 """Longest time that the compiler may take."""
 
 
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How a library is opened: through no link, and without a wait for whoever writes into a pipe."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What is built together."""
@@ -122,12 +126,12 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
 def _sound(path: Path) -> int:
     """Open a library that this user's processes wrote and nobody has changed since; return the
     descriptor. Raises OSError: FileNotFoundError if there is none."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    handle = os.open(path, FLAGS)
     try:
         check_own_file(os.fstat(handle), path)
         with open(handle, "rb", closefd=False) as file:
             content = file.read()
-        with open(os.open(_sum_of(path), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with open(os.open(_sum_of(path), FLAGS), "rb") as file:
             check_own_file(os.fstat(file.fileno()), _sum_of(path))
             wanted = file.read(100)
     except FileNotFoundError:

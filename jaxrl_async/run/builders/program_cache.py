@@ -120,7 +120,7 @@ class VerifiedPrograms(CacheInterface):
             content: bytes = (self._path / f"{digest}{MARK}").read_bytes()
             return content
         path = self._local / f"{digest}{MARK}"
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if found.st_uid not in self._owners or found.st_mode & self._writable:
                 raise NotPrivateError("another user wrote its mark, or can change it")
