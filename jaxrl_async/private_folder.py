@@ -53,7 +53,7 @@ def check_own_file(found: os.stat_result, path: Path | str) -> None:
     cannot change.
 
     Args:
-        found: of the open file (os.fstat), so that no other can take its place meanwhile.
+        found: of the open file (os.fstat), which no other file can replace meanwhile.
         path: named in the error.
     """
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
@@ -65,8 +65,8 @@ def check_own_file(found: os.stat_result, path: Path | str) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file, which this user alone can read and change, whole or not at all, whatever ends
-    the process or the machine meanwhile. Raises OSError."""
+    """Replace a file, which this user alone can read and change, whole or not at all, even if the
+    process or the machine ends meanwhile. Raises OSError."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
         draft = Path(f.name)
         try:
@@ -89,7 +89,7 @@ def _spare(name: str) -> Path:
     try:
         mine = made_private(Path(tempfile.gettempdir()) / f"jaxrl_async-{os.geteuid()}")
         return made_private(mine / name)
-    except NotPrivateError:  # somebody was there first
+    except NotPrivateError:  # another user made it first
         return Path(tempfile.mkdtemp(prefix="jaxrl_async-"))
 
 

@@ -158,7 +158,7 @@ def locate_trainer(where: str) -> JoinPlace:
 
 
 def _secret_at(address: Address) -> bytes:
-    """Return the secret of this user's trainer at this port of loopback; empty: there is none."""
+    """Return the secret of this user's trainer at this port of loopback; empty: no such trainer."""
     if not address.is_loopback:
         return b""
     try:
@@ -168,7 +168,7 @@ def _secret_at(address: Address) -> bytes:
 
 
 def _secret_in(path: Path) -> bytes:
-    """Return the secret in a file; empty: it has none, or somebody else wrote it or can read it."""
+    """Return the secret in a file; empty: it has none, or another user wrote it or can read it."""
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())

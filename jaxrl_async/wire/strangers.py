@@ -1,5 +1,5 @@
-"""Connections that have not proved the secret yet: few at once, and no place is kept from a member
-by those who hold many. Pure; no I/O."""
+"""Connections that have not proved the secret yet: a bounded number, in which no address keeps a
+place from a member by holding many. Pure; no I/O."""
 
 import ipaddress
 import itertools
@@ -24,11 +24,11 @@ class Stranger:
 
 
 class Strangers:
-    """At most `most` connections. Where there is no place for a newcomer, another one goes: of the
-    address that holds the most places the one that came first, a silent one before any other.
+    """At most `most` connections. If all places are taken when a newcomer comes, the address that
+    holds most of them loses one: its oldest silent connection, or its oldest if none is silent.
 
-    A member needs its place for a moment only, and is served unless all places are taken anew from
-    its own address within that moment. Any thread.
+    A member needs its place for a moment only. It is served unless its own address takes all places
+    again within that moment. Any thread.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,7 +43,7 @@ class Strangers:
 
         Args:
             host: address of its other side.
-            close: ends it at once, on another thread; called if its place goes to a newcomer.
+            close: ends it without waiting; called on another thread if a newcomer gets its place.
         """
         newcomer = Stranger(number=next(self._numbers), site=site_of(host), close=close)
         gone = None

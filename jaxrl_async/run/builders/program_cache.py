@@ -1,5 +1,5 @@
 """JAX's persistent compilation cache, whose entries are machine code: an entry counts only if its
-sum stands in a file, its mark, which this user or root wrote and nobody else can change.
+sum is in a file, its mark, which this user or root wrote and other users cannot change.
 
     get(key) ──> entry ──sha256(key, entry)──> is there a mark of this sum? ──> the program
                    └── no: the entry is removed, and the program compiled again ──> put(key)
@@ -63,7 +63,8 @@ def verify_compiled_programs() -> None:
 class VerifiedPrograms(CacheInterface):
     """JAX's cache of compiled programs, with a mark for each entry that this module has written.
 
-    Two processes that write an entry at once each leave a mark, and whichever entry stays has one.
+    Two processes that write an entry at the same time each leave a mark: the entry that stays has
+    its own.
     """
 
     def __init__(self, cache: Any, folder: str) -> None:
@@ -75,10 +76,10 @@ class VerifiedPrograms(CacheInterface):
         if self._local is not None:
             owner, mode = _of_new_files(self._local)
             self._owners.add(owner)  # a network's file system may name one owner for all
-            self._writable &= ~mode  # and a foreign one may keep no modes
+            self._writable &= ~mode  # and that of another system may keep no modes
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry; None if there is none that is sound."""
+        """Return an entry; None if it does not exist, or has no mark."""
         value: bytes | None = self._cache.get(key)
         if value is None:
             return None
@@ -101,7 +102,7 @@ class VerifiedPrograms(CacheInterface):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep an entry: its mark first, so that no sound entry lacks it for a moment."""
+        """Keep an entry: its mark first, since an entry without one does not count."""
         digest = _sum(key, value)
         try:
             if self._local is None:
