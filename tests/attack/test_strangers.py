@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from chat_tokenizers import CHATML, byte_tokenizer
+from endpoint_rig import Speaker, closed, serve
 from tiny import SPEC
 
 from jaxrl_async import sample
+from jaxrl_async.endpoint.desk import EndpointLimits
 from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused, printable
 from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
@@ -343,6 +347,22 @@ def test_many_small_pieces_of_a_message_are_refused() -> None:
     small = bytes([2]) + len(whole).to_bytes(8, "little") + b"x" * 20
     with pytest.raises(ValueError, match="a piece of 20 bytes, which is not the last"):
         list(FrameInbox(1 << 30).take(small))
+
+
+def test_idle_connections_keep_no_caller_from_the_endpoint(monkeypatch) -> None:
+    monkeypatch.setattr("jaxrl_async.endpoint.http_server.MORE_CONNECTIONS", 30)
+    limits = EndpointLimits(max_open_calls=1)
+    rig = serve(Speaker(byte_tokenizer(CHATML), []), byte_tokenizer(CHATML), limits)
+    assert rig.http.get("/health").status_code == 200  # this one stays open
+    where = rig.endpoint.host, rig.endpoint.port
+    idle = [socket.create_connection(where, timeout=WAIT_S) for _ in range(100)]
+    for _ in range(3):
+        with httpx.Client(base_url=rig.endpoint.address) as caller:
+            assert caller.get("/health").status_code == 200
+    assert rig.http.get("/health").status_code == 200
+    for one in idle:
+        one.close()
+    closed(rig)
 
 
 # ---- lines of the log
