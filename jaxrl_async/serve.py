@@ -36,6 +36,7 @@ from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Generate
+from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.types import SamplingParams
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = secrets.token_urlsafe(KEY_BYTES)
             print(f"key: {key}", flush=True)
         args.folder = argument_here(args.folder, "model")
+        verify_compiled_programs()
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
         given = loaded_adapters(args, policy)
         settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))

@@ -230,7 +230,7 @@ def test_a_file_that_others_can_change_does_not_count(tmp_path: Path) -> None:
     check_own_file(file.stat(), file)
     for mode in (0o620, 0o602):
         file.chmod(mode)
-        with pytest.raises(NotPrivateError, match="can be changed by others"):
+        with pytest.raises(NotPrivateError, match="can be changed by other users"):
             check_own_file(file.stat(), file)
 
 

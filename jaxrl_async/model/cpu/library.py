@@ -92,7 +92,7 @@ def _are_there(kernels: Kernels) -> bool:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
     except (OSError, RuntimeError) as error:  # the last: there is no home
-        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder that can be written to")
+        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder of yours that can be written to")
         return False
     for name in kernels.names:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
