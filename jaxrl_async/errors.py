@@ -23,6 +23,13 @@ def printable(text: str, most: int = 4096) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:most])
 
 
+def shown(text: str, indent: str = "") -> str:
+    """Return a text of several lines, which may quote what others sent, as it may be shown on a
+    terminal: each line printable, those after the first with this indent."""
+    lines = text.replace("\t", "    ").split("\n")
+    return f"\n{indent}".join(printable(line, len(line)) for line in lines)
+
+
 def is_the_runs_own_end(error: BaseException) -> bool:
     """Return whether an exception raised in a user's code was caused by the run ending instead.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
-from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
+from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory, shown
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     except JaxrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {shown(str(error))}", file=sys.stderr)
         return 1
     except Exception as error:
         if not is_out_of_memory(error):

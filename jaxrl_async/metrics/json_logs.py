@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from jaxrl_async.errors import printable
+from jaxrl_async.errors import shown
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ FORMS = ("text", "json")
 """What a log may be."""
 LABELS = "logging.googleapis.com/labels"
 """Cloud Logging's name for the labels of an entry."""
+INDENT = "    "
+"""Before each further line of a message."""
 OWN = "jaxrl_async"
 """Loggers whose INFO is written, too."""
 
@@ -80,17 +82,12 @@ class OneMessage(logging.LogRecord):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.exc_info:
-            self.exc_text = _indented(logging.Formatter().formatException(self.exc_info))
+            self.exc_text = shown(logging.Formatter().formatException(self.exc_info), INDENT)
 
     def getMessage(self) -> str:
         """Return the message, its further lines indented, with a space for each control
         character."""
-        return _indented(super().getMessage())
-
-
-def _indented(text: str) -> str:
-    lines = text.replace("\t", "    ").split("\n")
-    return "\n    ".join(printable(line, len(line)) for line in lines)
+        return shown(super().getMessage(), INDENT)
 
 
 @contextmanager

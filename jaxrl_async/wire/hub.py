@@ -6,6 +6,7 @@ loses to newcomers (strangers.py).
 """
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -29,7 +30,8 @@ CLOSE_S = 5.0
 """Longest wait for all sessions to take their end when the hub closes, seconds."""
 
 IDLE_CONNECTIONS = 2048
-"""Connections that may be open before anything is asked on them; gRPC refuses those beyond."""
+"""Connections that may be open before anything is asked on them; gRPC refuses those beyond, and
+those with which half of the process's descriptors would be taken."""
 HANDSHAKE_MS = 3000
 """Longest time in which a connection begins to speak HTTP/2, milliseconds."""
 
@@ -227,11 +229,17 @@ def _make_server(limits: WireLimits) -> grpc.Server:
         *OPTIONS,
         ("grpc.so_reuseport", 0),  # else two trainers share a port, and neither knows
         ("grpc.max_concurrent_streams", 4),
-        ("grpc.max_allowed_incoming_connections", most + IDLE_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", min(most + IDLE_CONNECTIONS, _half_of_files())),
         ("grpc.server_handshake_timeout_ms", min(join_ms, HANDSHAKE_MS)),
         ("grpc.max_connection_idle_ms", join_ms),  # connections without a call
     )
     return grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=most)
+
+
+def _half_of_files() -> int:
+    """Return half of the number of files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**30 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
 
 def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:

@@ -23,7 +23,7 @@ from tiny import SPEC
 
 from jaxrl_async import sample
 from jaxrl_async.endpoint.desk import EndpointLimits
-from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused, printable
+from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused, printable, shown
 from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
 from jaxrl_async.weights.remote.peer_guard import Guard
@@ -431,6 +431,7 @@ def test_a_message_of_several_lines_cannot_look_like_another_line_of_the_log(
 def test_printable_keeps_letters_of_all_languages() -> None:
     assert printable("Zürich 東京 \N{SNOWMAN}") == "Zürich 東京 \N{SNOWMAN}"
     assert printable("a\r\nb\0c\udc80") == "a  b c "
+    assert shown("a\n\x1b[31mb\tc") == "a\n [31mb    c"
 
 
 def test_a_trainer_that_never_comes_is_still_waited_for(tmp_path: Path) -> None:
