@@ -107,7 +107,7 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
     compiler = compiler_here()
     path = _folder() / f"{_key(kernels, compiler)}.so"
     try:
-        return _opened(_sound(path), kernels)
+        return _opened(_sound(path), path, kernels)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -115,7 +115,7 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
     for last in (False, True):  # another process may have replaced one of the two files meanwhile
         _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
         try:
-            return _opened(_sound(path), kernels)
+            return _opened(_sound(path), path, kernels)
         except OSError as error:
             if last:
                 why = f"{compiler} made what cannot be used: {in_a_line(error)}"
@@ -123,39 +123,45 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
     raise AssertionError("the last try returns or raises")
 
 
-def _sound(path: Path) -> int:
-    """Open a library that this user's processes wrote and nobody has changed since; return the
-    descriptor. Raises OSError: FileNotFoundError if there is none."""
-    handle = os.open(path, FLAGS)
+def _sound(path: Path) -> bytes:
+    """Return a library that this user's processes wrote and that has not changed since. Raises
+    OSError: FileNotFoundError if there is none."""
+    content = _own_content(path)
     try:
-        check_own_file(os.fstat(handle), path)
-        with open(handle, "rb", closefd=False) as file:
-            content = file.read()
-        with open(os.open(_sum_of(path), FLAGS), "rb") as file:
-            check_own_file(os.fstat(file.fileno()), _sum_of(path))
-            wanted = file.read(100)
+        wanted = _own_content(_sum_of(path))
     except FileNotFoundError:
-        os.close(handle)
-        raise OSError(f"{_sum_of(path).name} is not there") from None
-    except BaseException:
-        os.close(handle)
-        raise
+        raise OSError(f"{_sum_of(path).name} does not exist") from None
     if wanted != _sum(content):
-        os.close(handle)
         raise OSError("it is damaged: its sha256 is not that of the file beside it")
-    return handle
+    return content
 
 
-def _opened(handle: int, kernels: Kernels) -> ctypes.CDLL:
-    """Load the library of a descriptor: no other file can have taken its name. Raises OSError.
+def _own_content(path: Path) -> bytes:
+    with open(os.open(path, FLAGS), "rb") as file:
+        check_own_file(os.fstat(file.fileno()), path)
+        return file.read()
 
-    The descriptor stays open: the loader takes a library of the same name for the same one.
-    """
-    library = ctypes.CDLL(f"/proc/self/fd/{handle}")
+
+def _opened(content: bytes, path: Path, kernels: Kernels) -> ctypes.CDLL:
+    """Load a library: from memory, where nothing that becomes of its file later reaches it; from
+    the file where the system does not execute memory. Raises OSError."""
+    try:
+        library = ctypes.CDLL(_in_memory(content))
+    except (AttributeError, OSError):
+        library = ctypes.CDLL(str(path))
     missing = [name for name in kernels.names if not hasattr(library, f"jaxrl_async_{name}")]
     if missing:
         raise OSError(f"it has no {', '.join(missing)}")
     return library
+
+
+def _in_memory(content: bytes) -> str:
+    """Return a path to a file in memory, which stays open: the loader takes a library of the same
+    path for the same one. Raises AttributeError where there are none (macOS), and OSError."""
+    handle = os.memfd_create("jaxrl_async_kernels")
+    with open(handle, "wb", closefd=False) as file:
+        file.write(content)
+    return f"/proc/self/fd/{handle}"
 
 
 def _sum_of(path: Path) -> Path:
