@@ -17,6 +17,19 @@ def in_a_line(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most]
 
 
+def printable(text: str, most: int = 4096) -> str:
+    """Return a text that others sent as it may be logged: its first `most` characters in one line,
+    with spaces for all that would begin another line or speak to a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:most])
+
+
+def shown(text: str, indent: str = "") -> str:
+    """Return a text of several lines, which may quote what others sent, as it may be shown on a
+    terminal: each line printable, those after the first with this indent."""
+    lines = text.replace("\t", "    ").split("\n")
+    return f"\n{indent}".join(printable(line, len(line)) for line in lines)
+
+
 def is_the_runs_own_end(error: BaseException) -> bool:
     """Return whether an exception raised in a user's code was caused by the run ending instead.
 
@@ -126,6 +139,10 @@ class Disconnected(JaxrlError, ConnectionError):
 
 class JoinRefused(JaxrlError, ConnectionRefusedError):
     """The other side does not let this process join: secret, protocol or model do not fit."""
+
+
+class WrongSecret(JoinRefused):
+    """The two sides have different secrets."""
 
 
 class Closed(JaxrlError, RuntimeError):

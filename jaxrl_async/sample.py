@@ -1,7 +1,8 @@
 """python -m jaxrl_async.sample --join ADDRESS: a sampler that joins a run, on its own devices.
 
 The trainer's run has mesh.samplers_in=elsewhere. If it listens on anything but loopback, both sides
-need the same secret in the environment variable JAXRL_ASYNC_SECRET.
+need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer makes
+one at each start, which this command finds if the same user starts it on the same machine.
 
 Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
 line or configuration; 75 ended by SIGTERM, with what was running handed back to the trainer.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
-from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory
+from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory, shown
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
@@ -57,6 +58,10 @@ def _run(args: argparse.Namespace) -> int:
             os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
         # Loaded late, so that --help and a typo answer without importing JAX.
         place = distributed.join_sampler_processes(section_of(args))
+        if args.decoder:
+            importlib.import_module("jaxrl_async.model.own_code").load_code(
+                args.decoder, "--decoder"
+            )
         process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
         joining = process.Joining(
             address=args.join,
@@ -74,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     except JaxrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {shown(str(error))}", file=sys.stderr)
         return 1
     except Exception as error:
         if not is_out_of_memory(error):
@@ -185,6 +190,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="port at which it passes weights on, or the next free one (default: remote.data_port "
         "of the run); 0: any",
+    )
+    add(
+        "--decoder",
+        metavar="FILE:CLASS",
+        help="the user's own decoder of the run, for a trainer that has proved no secret",
     )
     add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
     add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")

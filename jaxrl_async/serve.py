@@ -29,12 +29,14 @@ from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Generate
+from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.shown_environment import hide_secrets
@@ -68,11 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = secrets.token_urlsafe(KEY_BYTES)
             print(f"key: {key}", flush=True)
         args.folder = argument_here(args.folder, "model")
+        verify_compiled_programs()
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
         given = loaded_adapters(args, policy)
         settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))
         section = sampler_section(args, policy, settings.adapters)
-        with Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler:
+        with (
+            logs_as("text"),
+            Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler,
+        ):
             for name, lora, adapter in given:
                 sampler.adapters.load(name, (lora, adapter))
             served = served_policy(args.folder, sampler, sampler.section, args.chat_format)

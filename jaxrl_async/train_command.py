@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
-from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory
+from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
 from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
 from jaxrl_async.run.signals import PREEMPTED_CODE
@@ -86,7 +86,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         print(f"config error: {error}", file=sys.stderr)
         return distributed.leave(2)
     except JaxrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {shown(str(error))}", file=sys.stderr)
         return distributed.leave(1)
     except OSError as error:  # a path that is too long, not permitted or missing; a full disk
         print(

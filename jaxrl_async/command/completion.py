@@ -25,7 +25,7 @@ OPTIONS = {
     "doctor": "--help --timeout",
     "view": "--help --host --port",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "
-    "--cores --tls-certificate --tls-key --tls-authority",
+    "--cores --decoder --tls-certificate --tls-key --tls-authority",
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "
     "--kv-memory-mib --max-open-calls --chat-format --adapter --adapters-from --max-loras "
     "--max-lora-rank --decoder --seed",

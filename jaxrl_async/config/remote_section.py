@@ -12,7 +12,8 @@ class RemoteSection(Section):
 
     listen: str = Field("127.0.0.1:0", pattern=r"^\S+:\d{1,5}$")
     """HOST:PORT at which the trainer waits for samplers; port 0 takes any free one. Any address but
-    loopback needs a shared secret in the environment variable JAXRL_ASYNC_SECRET."""
+    loopback needs a shared secret in the environment variable JAXRL_ASYNC_SECRET; on loopback the
+    trainer makes one, which samplers of the same user find."""
     advertise: str | None = None
     """Host name or address under which samplers reach the trainer; null: that of `listen`, or this
     machine's name if it is 0.0.0.0."""

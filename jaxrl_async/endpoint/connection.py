@@ -3,13 +3,18 @@ arrive, and how long a client may leave its answer unread."""
 
 import asyncio
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.wire.strangers import site_of
 
 HEAD_S = 20.0
 """Longest time for a request's head to arrive, seconds."""
+
+TOGETHER = 16
+"""Of the silent connections of an address, one of so many is closed when places are needed."""
 
 
 def serving_module(name: str) -> Any:
@@ -31,19 +36,24 @@ class ConnectionBounds:
     stalled: Callable[[], None]
     # of uvicorn's class
     connections: set[Any]
+    client: tuple[str, int] | None
     cycle: Any
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _came_s: float = 0.0
+    _site: str = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Take the connection, or close it if there are too many."""
+        """Take the connection; if there are too many, close some that have asked for nothing."""
         self._super().connection_made(transport)
+        self._came_s, self._site = self.loop.time(), site_of(self.client[0] if self.client else "")
+        self._await_head()
         if len(self.connections) > self.most:
-            transport.abort()
-        else:
-            self._await_head()
+            for one in self._who_gives_way():
+                one._end_head_timer()
+                one.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the timers."""
@@ -57,9 +67,8 @@ class ConnectionBounds:
         if self._head_timer is None and not self._is_answering():
             self._await_head()
         self._super().data_received(data)
-        if self._head_timer is not None and self._is_answering():
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._is_answering():
+            self._end_head_timer()
 
     def pause_writing(self) -> None:
         """Give the client some time to read on."""
@@ -71,6 +80,20 @@ class ConnectionBounds:
         self._super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
+
+    def _who_gives_way(self) -> "list[ConnectionBounds]":
+        """Return connections to close, of those whose request has not arrived: the oldest of the
+        address that has most of these, several at a time, since a flood does not end with one. If
+        all others are being served, that is this one."""
+        silent = [c for c in self.connections if c._head_timer is not None]
+        ((most, _),) = Counter(c._site for c in silent).most_common(1)
+        there = sorted((c for c in silent if c._site == most), key=lambda c: c._came_s)
+        return there[: max(1, len(there) // TOGETHER)]
+
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _super(self) -> Any:
         return super()
@@ -94,7 +117,7 @@ def bounded_connections(most: int, stall_s: float, stalled: Callable[[], None]) 
     """Return uvicorn's class of connections, with ConnectionBounds. Raises MissingExtraError.
 
     Args:
-        most: connections at once; another is closed at once.
+        most: connections at the same time; if there are more, some without a request are closed.
         stall_s: longest time that a client may leave its answer unread, seconds.
         stalled: called when one is closed for that.
     """

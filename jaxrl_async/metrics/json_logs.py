@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from jaxrl_async.errors import shown
+
 log = logging.getLogger(__name__)
 
 LOGS_VARIABLE = "JAXRL_ASYNC_LOGS"
@@ -25,6 +27,8 @@ FORMS = ("text", "json")
 """What a log may be."""
 LABELS = "logging.googleapis.com/labels"
 """Cloud Logging's name for the labels of an entry."""
+INDENT = "    "
+"""Before each further line of a message."""
 OWN = "jaxrl_async"
 """Loggers whose INFO is written, too."""
 
@@ -58,9 +62,36 @@ def signal_line(text: str) -> bytes:
 @contextmanager
 def logs_as(form: str, **labels: str) -> Iterator[None]:
     """Write JSON inside the `with` if the form is "json". Inside another one it only adds labels.
+    In both forms messages are shown as OneMessage says.
 
     labels: of each entry.
     """
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(OneMessage)
+    try:
+        with _written_as(form, **labels):
+            yield
+    finally:
+        logging.setLogRecordFactory(before)
+
+
+class OneMessage(logging.LogRecord):
+    """A record whose message may quote what programs and strangers have said: it cannot look like
+    another line of the log, nor speak to a terminal."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:
+            self.exc_text = shown(logging.Formatter().formatException(self.exc_info), INDENT)
+
+    def getMessage(self) -> str:
+        """Return the message, its further lines indented, with a space for each control
+        character."""
+        return shown(super().getMessage(), INDENT)
+
+
+@contextmanager
+def _written_as(form: str, **labels: str) -> Iterator[None]:
     global _active
     if form != "json":
         yield

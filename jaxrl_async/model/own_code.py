@@ -47,6 +47,11 @@ def load_code(named: str, where: str = "model.decoder") -> OwnCode:
     return code
 
 
+def is_loaded(code: OwnCode) -> bool:
+    """Return whether somebody here named a file with this class and text."""
+    return code in _loaded
+
+
 def class_of(code: OwnCode) -> Any:
     """Return the class; of a code that another process of the run named, from the same path here.
 

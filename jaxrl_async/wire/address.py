@@ -1,18 +1,31 @@
 """Where a trainer listens, and how a sampler finds it: by address, by DNS name, or by a file that
-the trainer writes."""
+the trainer writes. The file of a trainer on loopback holds the secret that it made for this start;
+a copy for this user's other processes, by port, serves those that know the address alone."""
 
+import contextlib
 import ipaddress
 import json
+import logging
 import os
 import socket
-from dataclasses import dataclass
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxrl_async.errors import ConfigError, Disconnected
+from jaxrl_async.errors import ConfigError, Disconnected, in_a_line
+from jaxrl_async.private_folder import private_folder
+
+log = logging.getLogger(__name__)
 
 JOIN_FILE = "join.json"
 """Name of the file in a run's folder that says where its trainer listens."""
+BY_PORT = "join"
+"""Private folder of this user (private_folder) with a file for each port of loopback at which a
+trainer listens that made its own secret."""
 EVERYWHERE = ("0.0.0.0", "::")
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Bits of a mode with which others can read a file, or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class JoinPlace:
 
     address: Address
     run: str | None  # name of its run; None: not known
+    secret: bytes = field(default=b"", repr=False)  # that it made for its samplers; empty: none
 
 
 def parse_address(text: str, *, what: str = "address") -> Address:
@@ -78,13 +92,42 @@ def _is_ip(host: str) -> bool:
     return True
 
 
-def write_join_file(folder: Path, address: Address, run: str) -> Path:
-    """Say in a run's folder where its trainer listens; a reader sees all of it or the last one."""
+def write_join_file(folder: Path, address: Address, run: str, secret: bytes = b"") -> Path:
+    """Say in a run's folder where its trainer listens; a reader sees all of it or the last one.
+
+    secret: that the trainer made for this start. The file then has mode 0600; where the file system
+    does not keep that, the secret is left out, and the log says so. Raises OSError.
+    """
     path = folder / JOIN_FILE
-    draft = folder / f".{JOIN_FILE}.{os.getpid()}"
-    draft.write_text(json.dumps({"address": str(address), "run": run}) + "\n", encoding="utf-8")
-    draft.replace(path)
+    content = {"address": str(address), "run": run}
+    if not secret:
+        _write(path, content, 0o666)
+    elif not _write(path, {**content, "secret": secret.decode()}, 0o600):
+        log.warning("%s does not say how to join: others could read the secret there", path)
+        _write(path, content, 0o666)
     return path
+
+
+@contextlib.contextmanager
+def known_to_this_user(listening: Address, secret: bytes) -> Iterator[None]:
+    """Let other processes of this user join by the address alone while the body runs.
+
+    Args:
+        listening: where the trainer listens.
+        secret: that it made for this start; empty: nothing is written.
+    """
+    path = None
+    if secret:
+        try:
+            wanted = private_folder(BY_PORT) / f"{listening.port}.json"
+            path = wanted if _write(wanted, {"secret": secret.decode()}, 0o600) else None
+        except (OSError, RuntimeError) as error:  # the last: there is no home
+            log.warning("samplers find the secret only by --join RUN_FOLDER: %s", in_a_line(error))
+    try:
+        yield
+    finally:
+        if path is not None and _secret_in(path) == secret:
+            path.unlink(missing_ok=True)
 
 
 def locate_trainer(where: str) -> JoinPlace:
@@ -99,14 +142,62 @@ def locate_trainer(where: str) -> JoinPlace:
     """
     path = Path(where.removeprefix("file:"))
     if not where.startswith("file:") and not ("/" in where or path.is_dir()):
-        return JoinPlace(address=parse_address(where, what="--join"), run=None)
+        address = parse_address(where, what="--join")
+        return JoinPlace(address=address, run=None, secret=_secret_at(address))
     if path.suffix != ".json":
         path = path / JOIN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         address = parse_address(str(content["address"]), what=str(path))
-        return JoinPlace(address=address, run=str(content["run"]))
+        secret = _secret_in(path) or _secret_at(address)
+        return JoinPlace(address=address, run=str(content["run"]), secret=secret)
     except OSError as error:
         raise Disconnected(f"{path}, which a trainer writes: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Disconnected(f"{path} does not say where the trainer is: {error}") from error
+
+
+def _secret_at(address: Address) -> bytes:
+    """Return the secret of this user's trainer at this port of loopback; empty: no such trainer."""
+    if not address.is_loopback:
+        return b""
+    try:
+        return _secret_in(private_folder(BY_PORT) / f"{address.port}.json")
+    except (OSError, RuntimeError):
+        return b""
+
+
+def _secret_in(path: Path) -> bytes:
+    """Return the secret in a file; empty: it has none, or another user wrote it or can read it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            content = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return b""
+    secret = content.get("secret") if isinstance(content, dict) else None
+    if not isinstance(secret, str) or not secret.isascii():
+        return b""
+    if found.st_uid != os.geteuid() or found.st_mode & OTHERS:
+        log.warning(
+            "the secret in %s does not count: others wrote the file, or can read it (owner %d, "
+            "mode %o)", path, found.st_uid, stat.S_IMODE(found.st_mode),
+        )  # fmt: skip
+        return b""
+    return secret.encode()
+
+
+def _write(path: Path, content: dict[str, str], mode: int) -> bool:
+    """Replace a file; return False, with nothing written, if others could read it and the mode says
+    that they must not. A file that others prepared under the draft's name is not written to."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        kept = bool(mode & OTHERS) or not os.fstat(file.fileno()).st_mode & OTHERS
+        if kept:
+            file.write(json.dumps(content) + "\n")
+    if kept:
+        draft.replace(path)
+    else:
+        draft.unlink()
+    return kept

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxrl_async.errors import Disconnected, JoinRefused
+from jaxrl_async.errors import Disconnected, JoinRefused, WrongSecret
 from jaxrl_async.wire.address import JoinPlace, locate_trainer
 from jaxrl_async.wire.grpc_link import OPTIONS, PATH, describe_error, grpc, pump_frames
 from jaxrl_async.wire.handshake import HELLO, ask_to_join
 from jaxrl_async.wire.messages import Hello, Welcome
+from jaxrl_async.wire.secret import check_dialled
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
 
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Pauses between two tries grow from the first to the longest."""
+FOUND_S = 10.0
+"""Longest time for which a secret that was looked up is looked up again after the trainer refuses
+it, seconds: a trainer that starts again listens shortly before it writes the new one."""
 
 
 def dial(
@@ -36,7 +40,8 @@ def dial(
 
     Args:
         where: see address.locate_trainer; looked up before each try.
-        secret: see secret.read_secret.
+        secret: see secret.read_secret; empty: the one that the trainer made for this start, if
+            there is one (address.JoinPlace). The session's `secret` is what both sides proved.
         tls: None: not encrypted.
         timeout_s: longest time for all tries.
         stopped: asked between two tries; True ends them.
@@ -44,16 +49,26 @@ def dial(
     Raises:
         JoinRefused: the trainer says no, with its reason. Another try would not help.
         Disconnected: no trainer answered in time, or it was stopped.
-        ConfigError: `where` cannot be an address.
+        ConfigError: `where` cannot be an address, or is on another machine and there is no secret.
     """
     until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-    said = ""
+    said, refused_s = "", None
     while True:
+        found = b""
         try:
             place = locate_trainer(where)
+            found = b"" if secret else place.secret
+            known = secret or found
+            check_dialled(known, str(place.address), loopback=place.address.is_loopback)
             left_s = max(until_s - time.monotonic(), 0.1)
-            return _Call(place, hello, tls, limits).join(secret, left_s)
-        except Disconnected as error:
+            return _Call(place, hello, tls, limits).join(known, left_s)
+        except (Disconnected, WrongSecret) as error:
+            if isinstance(error, WrongSecret):
+                refused_s = refused_s or time.monotonic()
+                if not found or time.monotonic() - refused_s > FOUND_S:
+                    raise
+            else:
+                refused_s = None
             if stopped():
                 raise Disconnected("asked to stop before a trainer answered") from error
             if time.monotonic() + pause_s > until_s:
@@ -101,7 +116,7 @@ class _Call:
             # end may hold that for ever. So it goes here, not with the error's traceback.
             self._incoming = None
             raise
-        session = WireSession("trainer", self._limits, close_stream=self._cancel)
+        session = WireSession("trainer", self._limits, close_stream=self._cancel, secret=secret)
         session.start()
         self._outgoing.put(session.frames())
         threading.Thread(

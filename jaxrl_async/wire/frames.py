@@ -15,10 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from jaxrl_async.errors import printable
+
 FRAME_BYTES = 1 << 20
 """Largest content of a frame."""
 FRAME_LIMIT = FRAME_BYTES + 64
 """Largest frame with its head."""
+LEAST_PIECE = FRAME_BYTES // 2
+"""Least content of a piece that is not its message's last: of many small ones each would take more
+room here than it took to send."""
 REASON_BYTES = 4096
 """Longest reason in a BYE; the rest of it is cut off."""
 
@@ -110,7 +115,7 @@ class FrameInbox:
             raise ValueError(f"a frame of {len(frame)} bytes")
         kind, content = frame[0], memoryview(frame)[1:]
         if kind == FrameKind.BYE:
-            yield Bye(reason=bytes(content[:REASON_BYTES]).decode("utf-8", "replace"))
+            yield Bye(reason=printable(bytes(content[:REASON_BYTES]).decode("utf-8", "replace")))
         elif kind == FrameKind.PIECE:
             yield from self._take_piece(content)
         elif self._pieces and kind != FrameKind.BEAT:
@@ -144,6 +149,8 @@ class FrameInbox:
         self._come += len(self._pieces[-1])
         if self._come > size:
             raise ValueError("a message is longer than it said")
+        if self._come < size and len(self._pieces[-1]) < LEAST_PIECE:
+            raise ValueError(f"a piece of {len(self._pieces[-1])} bytes, which is not the last")
         if self._come == size:
             whole = b"".join(self._pieces)
             self._pieces, self._come = [], 0

@@ -4,6 +4,7 @@ ways, without protocol buffers."""
 import os
 from collections.abc import Iterator
 
+from jaxrl_async.errors import printable
 from jaxrl_async.wire.frames import FRAME_LIMIT
 from jaxrl_async.wire.session import WireSession
 
@@ -41,5 +42,5 @@ def pump_frames(incoming: Iterator[bytes], session: WireSession) -> None:
 def describe_error(error: grpc.RpcError) -> str:
     """Return gRPC's words for what went wrong."""
     if isinstance(error, grpc.Call):
-        return f"{error.details() or error.code()}"
+        return printable(f"{error.details() or error.code()}")
     return str(error) or "the other side is gone"

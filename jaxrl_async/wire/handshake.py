@@ -5,10 +5,11 @@ frame each way at a time, all of fixed or bounded size; nothing is decoded for a
 """
 
 import struct
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from dataclasses import fields
 
 from jaxrl_async import __version__, codec
-from jaxrl_async.errors import JoinRefused
+from jaxrl_async.errors import JoinRefused, WrongSecret, printable
 from jaxrl_async.wire.fitting import check_fits
 from jaxrl_async.wire.frames import FRAME_BYTES, REASON_BYTES
 from jaxrl_async.wire.messages import PROTOCOL, Hello, Welcome
@@ -25,6 +26,8 @@ OPEN, PROOF, HELLO, WELCOME, REFUSED = (bytes([kind]) for kind in range(16, 21))
 MAGIC = b"jaxrl_async\0"
 HELLO_BYTES = 64 << 10
 PACKAGE_BYTES = 64
+TEXT_CHARACTERS = 256
+"""Longest text in a Hello."""
 PURPOSE = b"session"
 
 _OPEN = struct.Struct(f"<{len(MAGIC)}sI{NONCE_BYTES}s")
@@ -54,12 +57,13 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
     mine = new_nonce()
     given = _content((yield _open_frame(mine)), PROOF, PROOF_BYTES)
     if not is_proof(given, proof(secret, PURPOSE, b"asks", theirs, mine)):
-        raise JoinRefused(WRONG_SECRET)
+        raise WrongSecret(WRONG_SECRET)
     frame = yield PROOF + proof(secret, PURPOSE, b"answers", theirs, mine)
     hello = codec.loads(memoryview(_content(frame, HELLO, HELLO_BYTES)), (Hello,))
     if not isinstance(hello, Hello):
         raise ValueError("no Hello")
     check_fits(hello)
+    _check_texts(hello)
     return hello
 
 
@@ -71,7 +75,7 @@ def ask_to_join(secret: bytes, hello: Hello) -> Generator[bytes, bytes, Welcome]
     answer = _unless_refused((yield PROOF + proof(secret, PURPOSE, b"asks", mine, theirs)))
     given = _content(answer, PROOF, PROOF_BYTES)
     if not is_proof(given, proof(secret, PURPOSE, b"answers", mine, theirs)):
-        raise JoinRefused(WRONG_SECRET)
+        raise WrongSecret(WRONG_SECRET)
     frame = _unless_refused((yield HELLO + codec.dumps(hello).tobytes()))
     welcome = codec.loads(memoryview(_content(frame, WELCOME, FRAME_BYTES)), (Welcome,))
     if not isinstance(welcome, Welcome):
@@ -92,7 +96,7 @@ def _read_open(frame: bytes) -> tuple[int, str, bytes]:
     magic, protocol, nonce = _OPEN.unpack_from(content)
     if magic != MAGIC:
         raise ValueError("the greeting of another program")
-    return protocol, content[_OPEN.size :].decode("ascii", "replace"), nonce
+    return protocol, printable(content[_OPEN.size :].decode("ascii", "replace")), nonce
 
 
 def _check_versions(protocol: int, package: str) -> None:
@@ -104,10 +108,24 @@ def _check_versions(protocol: int, package: str) -> None:
         )
 
 
+def _check_texts(hello: Hello) -> None:
+    """Raise JoinRefused unless the texts of a Hello, which logs show, are short and printable."""
+    for field in fields(hello):
+        value = getattr(hello, field.name)
+        texts = value if isinstance(value, Mapping) else [value]
+        for text in (text for text in texts if isinstance(text, str)):
+            if len(text) > TEXT_CHARACTERS or not text.isprintable():
+                raise JoinRefused(
+                    f"the sampler's {field.name} is not a line of at most {TEXT_CHARACTERS} "
+                    f"printable characters: {printable(text, 64)!r}. Give it another --name."
+                )
+
+
 def _unless_refused(frame: bytes) -> bytes:
     if frame[:1] == REFUSED:
         text = frame[1 : 1 + REASON_BYTES].decode("utf-8", "replace")
-        raise JoinRefused("".join(c if c.isprintable() else " " for c in text))
+        refused = WrongSecret if text == WRONG_SECRET else JoinRefused
+        raise refused(printable(text))
     return frame
 
 

@@ -1,29 +1,39 @@
 """The trainer's end: listens, lets in who knows the secret, and keeps what others send harmless.
 
 What is no HTTP/2 never reaches Python: gRPC drops it, after join_s at the latest. Whoever speaks
-gRPC without the secret gets a few bytes read within join_s, in one of max_joining places.
+gRPC without the secret gets a few bytes read within join_s, in one of max_joining places, which it
+loses to newcomers (strangers.py).
 """
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
+from urllib.parse import unquote
 
-from jaxrl_async.errors import ConfigError, JoinRefused
+from jaxrl_async.errors import ConfigError, JoinRefused, printable
 from jaxrl_async.wire.address import Address, parse_address
 from jaxrl_async.wire.grpc_link import METHOD, OPTIONS, SERVICE, describe_error, grpc, pump_frames
 from jaxrl_async.wire.handshake import admit_sampler, refused_frame, welcome_frame
 from jaxrl_async.wire.messages import Hello, Welcome
 from jaxrl_async.wire.secret import check_secret
 from jaxrl_async.wire.session import WireLimits, WireSession
+from jaxrl_async.wire.strangers import Stranger, Strangers
 from jaxrl_async.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """Longest wait for all sessions to take their end when the hub closes, seconds."""
+
+IDLE_CONNECTIONS = 2048
+"""Connections that may be open before anything is asked on them; gRPC refuses those beyond, and
+those with which half of the process's descriptors would be taken."""
+HANDSHAKE_MS = 3000
+"""Longest time in which a connection begins to speak HTTP/2, milliseconds."""
 
 OnJoin = Callable[[WireSession, Hello], Welcome]
 
@@ -38,6 +48,7 @@ class Hub:
         on_join: called on a thread of its own with each sampler that has proved the secret: give
             the session its handlers and return the Welcome, or raise JoinRefused with the reason.
             What it sends arrives after the Welcome; on_end may be called at any time from then on.
+        on_bound: called with the address before anybody is answered there.
 
     Raises:
         ConfigError: nothing can listen there, or it would need a secret.
@@ -51,11 +62,12 @@ class Hub:
         tls: TlsFiles | None,
         limits: WireLimits,
         on_join: OnJoin,
+        on_bound: Callable[[Address], None] = lambda address: None,
     ) -> None:
         wanted = parse_address(listen, what="remote.listen")
         check_secret(secret, listen, loopback=wanted.is_loopback)
         self._secret, self._limits, self._on_join = secret, limits, on_join
-        self._places = threading.BoundedSemaphore(limits.max_joining)
+        self._strangers = Strangers(limits.max_joining)
         self._lock = threading.Lock()
         self._sessions: set[WireSession] = set()
         self._closing = False
@@ -67,6 +79,7 @@ class Hub:
         )
         self.address = Address(wanted.host, _bind(self._server, wanted, tls))
         """Where it listens."""
+        on_bound(self.address)
         self._server.start()
 
     @property
@@ -93,21 +106,20 @@ class Hub:
 
     def _serve(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one connection: yield the frames to send."""
-        if not self._places.acquire(blocking=False):
-            self._refusals.note(context.peer(), "too many connections are joining")
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many are joining; try again")
         late = threading.Timer(self._limits.join_s, context.cancel)
         late.daemon = True
         late.start()
         try:
-            hello = yield from self._admit(incoming, context.peer())
+            with self._strangers.place(_host(context.peer()), context.cancel) as stranger:
+                hello = yield from self._admit(incoming, context.peer(), stranger)
         finally:
             late.cancel()
-            self._places.release()
         if hello is not None:
             yield from self._joined(hello, incoming, context)
 
-    def _admit(self, incoming: Iterator[bytes], peer: str) -> Generator[bytes, None, Hello | None]:
+    def _admit(
+        self, incoming: Iterator[bytes], peer: str, stranger: Stranger
+    ) -> Generator[bytes, None, Hello | None]:
         """Yield the frames of the handshake; return the Hello, or None."""
         steps = admit_sampler(self._secret)
         next(steps)
@@ -116,7 +128,9 @@ class Hub:
                 frame = next(incoming, None)
                 if frame is None:
                     raise ValueError("hung up")
-                yield steps.send(frame)
+                answer = steps.send(frame)
+                stranger.greeted = True
+                yield answer
         except StopIteration as done:
             return done.value
         except JoinRefused as error:
@@ -124,11 +138,13 @@ class Hub:
             yield refused_frame(str(error))
         except (ValueError, grpc.RpcError) as error:
             broken = isinstance(error, grpc.RpcError)
-            self._refusals.note(peer, describe_error(error) if broken else str(error))
+            self._refusals.note(peer, describe_error(error) if broken else printable(str(error)))
         return None
 
     def _joined(self, hello: Hello, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        session = WireSession(hello.name, self._limits, close_stream=context.cancel)
+        session = WireSession(
+            hello.name, self._limits, close_stream=context.cancel, secret=self._secret
+        )
         try:
             welcome = welcome_frame(self._on_join(session, hello))
             with self._lock:
@@ -156,6 +172,12 @@ class Hub:
     def _forget(self, session: WireSession) -> None:
         with self._lock:
             self._sessions.discard(session)
+
+
+def _host(peer: str) -> str:
+    """Return the address in gRPC's name of a peer: ipv4:10.0.0.1:80, ipv6:%5B::1%5D:80."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
 
 
 class _Refusals:
@@ -207,11 +229,17 @@ def _make_server(limits: WireLimits) -> grpc.Server:
         *OPTIONS,
         ("grpc.so_reuseport", 0),  # else two trainers share a port, and neither knows
         ("grpc.max_concurrent_streams", 4),
-        ("grpc.max_allowed_incoming_connections", most),
-        ("grpc.server_handshake_timeout_ms", join_ms),
+        ("grpc.max_allowed_incoming_connections", min(most + IDLE_CONNECTIONS, _half_of_files())),
+        ("grpc.server_handshake_timeout_ms", min(join_ms, HANDSHAKE_MS)),
         ("grpc.max_connection_idle_ms", join_ms),  # connections without a call
     )
     return grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=most)
+
+
+def _half_of_files() -> int:
+    """Return half of the number of files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**30 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
 
 def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from jaxrl_async.errors import ConfigError, JoinRefused
+from jaxrl_async.errors import ConfigError, JoinRefused, WrongSecret
 
 SECRET_VARIABLE = "JAXRL_ASYNC_SECRET"
 NONCE_BYTES = 32
@@ -28,7 +28,9 @@ LEAST_BYTES = 16
 
 WRONG_SECRET = (
     f"the two sides have different secrets: set the environment variable {SECRET_VARIABLE} to the "
-    "same value on the trainer and on every sampler"
+    "same value on the trainer and on every sampler. Where it is not set, a trainer on loopback "
+    "makes one at each start: samplers of the same user on its machine find it by --join HOST:PORT "
+    "or --join RUN_FOLDER"
 )
 
 
@@ -40,7 +42,7 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
     """Raise ConfigError if a process that listens at this host needs a secret and has none, or one
     that whoever sees a proof could guess."""
-    if len(secret) < LEAST_BYTES and not loopback:
+    if not is_strong(secret) and not loopback:
         lacks = f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
         raise ConfigError(
             f"remote.listen={host} can be reached from other machines, and the shared secret "
@@ -48,6 +50,34 @@ def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
             "value here and for every sampler (for example the output of `openssl rand -hex 32`), "
             "or listen on 127.0.0.1."
         )
+
+
+def check_dialled(secret: bytes, where: str, *, loopback: bool) -> None:
+    """Raise ConfigError if a process is to dial another machine and has no secret, or one that
+    whoever sees a proof could guess: anybody there could tell it what to do.
+
+    where: the address, named in the error.
+    """
+    if not is_strong(secret) and not loopback:
+        lacks = f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
+        raise ConfigError(
+            f"--join {where}: a trainer on another machine is joined only with the secret that it "
+            f"shares, and the one here {lacks}. Set the environment variable {SECRET_VARIABLE} to "
+            "the trainer's value (there and here the same, for example the output of `openssl rand "
+            "-hex 32`). Of a trainer that listens on loopback on this machine give the run's "
+            "folder instead: its join.json holds the secret."
+        )
+
+
+def is_strong(secret: bytes) -> bool:
+    """Return whether a proof of this secret shows that the other side knows it: it is there, and
+    nobody can guess it from a proof."""
+    return len(secret) >= LEAST_BYTES
+
+
+def new_secret() -> bytes:
+    """Make a secret for one start of a trainer: hexadecimal digits."""
+    return secrets.token_hex(32).encode()
 
 
 def new_nonce() -> bytes:
@@ -87,7 +117,7 @@ def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
     sock.sendall(proof(secret, purpose, b"asks", mine, theirs))
     given = receive_by(sock, PROOF_BYTES, until_s)
     if not is_proof(given, proof(secret, purpose, b"answers", mine, theirs)):
-        raise JoinRefused(WRONG_SECRET)
+        raise WrongSecret(WRONG_SECRET)
     sock.settimeout(None)
 
 
@@ -103,7 +133,7 @@ def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
     sock.sendall(mine)
     given = receive_by(sock, PROOF_BYTES, until_s)
     if not is_proof(given, proof(secret, purpose, b"asks", theirs, mine)):
-        raise JoinRefused(WRONG_SECRET)
+        raise WrongSecret(WRONG_SECRET)
     sock.sendall(proof(secret, purpose, b"answers", theirs, mine))
     sock.settimeout(None)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.errors import ConfigError, Disconnected
+from jaxrl_async.errors import ConfigError, Disconnected, printable
 from jaxrl_async.ports import WireMessage
 from jaxrl_async.wire.fitting import check_fits
 from jaxrl_async.wire.frames import BEAT_FRAME, Bye, FrameInbox, FrameKind, Outbox, bye_frame
@@ -60,11 +60,17 @@ class WireSession:
     Args:
         peer: name of the other side, for people.
         close_stream: breaks the stream; called once, when there is nothing more to say on it.
+        secret: that both sides have proved; empty: none.
     """
 
     def __init__(
-        self, peer: str, limits: WireLimits, close_stream: Callable[[], None] = lambda: None
+        self,
+        peer: str,
+        limits: WireLimits,
+        close_stream: Callable[[], None] = lambda: None,
+        secret: bytes = b"",
     ) -> None:
+        self.secret = secret
         self._peer, self._limits, self._close_stream = peer, limits, close_stream
         self._changed = threading.Condition()
         self._outbox, self._inbox = Outbox(), FrameInbox(limits.max_message_bytes)
@@ -300,7 +306,7 @@ class WireSession:
             return self._handlers.get(kind)
 
     def _refuse_rest(self, reason: str) -> None:
-        self.begin_end(reason)
+        self.begin_end(printable(reason))
         with self._changed:
             self._deliver = False
             self._arrived.clear()

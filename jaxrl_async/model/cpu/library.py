@@ -1,8 +1,11 @@
 """Build the CPU kernels for this machine, once, and make them known to XLA: a library for samplers,
 one for the trainer, each when it is first asked for.
 
-A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), under a name that
-stands for the source, the compiler, its options, the processor and jaxlib.
+A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), a folder that only
+this user can read and change, under a name that stands for the source, the compiler, its options,
+the processor and jaxlib. Its sha256 is in a file of its own. A library is machine code that this
+process executes: one that is not this user's, has another sum, does not load or lacks a kernel is
+built again.
 """
 
 import ctypes
@@ -22,6 +25,7 @@ import jax
 
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
+from jaxrl_async.private_folder import check_own_file, private_folder, write_whole
 
 OPTIONS = (
     "-O3",
@@ -35,6 +39,10 @@ OPTIONS = (
 )
 LIMIT_S = 120.0
 """Longest time that the compiler may take."""
+
+
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How a library is opened: through no link, and without a wait for whoever writes into a pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ def _are_there(kernels: Kernels) -> bool:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
     except (OSError, RuntimeError) as error:  # the last: there is no home
-        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder that can be written to")
+        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder of yours that can be written to")
         return False
     for name in kernels.names:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
@@ -94,8 +102,74 @@ def _are_there(kernels: Kernels) -> bool:
 
 @functools.cache
 def _loaded(kernels: Kernels) -> ctypes.CDLL:
-    """Build and load a library. Raises NotBuiltError, OSError, RuntimeError."""
-    return ctypes.cdll.LoadLibrary(str(_built(kernels)))
+    """Load a library, built unless a sound one is there. Raises NotBuiltError, OSError,
+    RuntimeError."""
+    compiler = compiler_here()
+    path = _folder() / f"{_key(kernels, compiler)}.so"
+    try:
+        return _opened(_sound(path), path, kernels)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("the CPU kernels in %s are built again: %s", path, in_a_line(error))
+    for last in (False, True):  # another process may have replaced one of the two files meanwhile
+        _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
+        try:
+            return _opened(_sound(path), path, kernels)
+        except OSError as error:
+            if last:
+                why = f"{compiler} made what cannot be used: {in_a_line(error)}"
+                raise NotBuiltError(why) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _sound(path: Path) -> bytes:
+    """Return a library that this user's processes wrote and that has not changed since. Raises
+    OSError: FileNotFoundError if there is none."""
+    content = _own_content(path)
+    try:
+        wanted = _own_content(_sum_of(path))
+    except FileNotFoundError:
+        raise OSError(f"{_sum_of(path).name} does not exist") from None
+    if wanted != _sum(content):
+        raise OSError("it is damaged: its sha256 is not that of the file beside it")
+    return content
+
+
+def _own_content(path: Path) -> bytes:
+    with open(os.open(path, FLAGS), "rb") as file:
+        check_own_file(os.fstat(file.fileno()), path)
+        return file.read()
+
+
+def _opened(content: bytes, path: Path, kernels: Kernels) -> ctypes.CDLL:
+    """Load a library: from memory, where nothing that becomes of its file later reaches it; from
+    the file where the system does not execute memory. Raises OSError."""
+    try:
+        library = ctypes.CDLL(_in_memory(content))
+    except (AttributeError, OSError):
+        library = ctypes.CDLL(str(path))
+    missing = [name for name in kernels.names if not hasattr(library, f"jaxrl_async_{name}")]
+    if missing:
+        raise OSError(f"it has no {', '.join(missing)}")
+    return library
+
+
+def _in_memory(content: bytes) -> str:
+    """Return a path to a file in memory, which stays open: the loader takes a library of the same
+    path for the same one. Raises AttributeError where there are none (macOS), and OSError."""
+    handle = os.memfd_create("jaxrl_async_kernels")
+    with open(handle, "wb", closefd=False) as file:
+        file.write(content)
+    return f"/proc/self/fd/{handle}"
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 @functools.cache
@@ -114,21 +188,16 @@ def target_of(name: str) -> str:
     return f"jaxrl_async.{name}"
 
 
-def _built(kernels: Kernels) -> Path:
-    """Return the library's file, compiled unless it is there. Raises NotBuiltError, OSError."""
-    compiler = compiler_here()
+def _key(kernels: Kernels, compiler: str) -> str:
+    """Return the name of a library. Raises OSError."""
     sources = [Path(__file__).with_name(name) for name in kernels.files]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
     parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    path = _folder() / f"{key}.so"
-    if not path.exists():
-        _compile(compiler, sources[0], path)
-    return path
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async/kernels"
+    return private_folder("kernels")
 
 
 def _processor() -> str:
@@ -142,8 +211,8 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Write the library to `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the library and its sum, whole or not at all: the sum first, so that a library without
+    one is no new one. Processes that build at once write the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         words = [
@@ -160,4 +229,6 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
             raise NotBuiltError(f"{compiler} took more than {LIMIT_S:.0f} s") from error
         if done.returncode:
             raise NotBuiltError(f"{compiler} failed: {' '.join(done.stderr.split())[:200]}")
-        os.replace(made, path)
+        content = made.read_bytes()
+    write_whole(_sum_of(path), _sum(content))
+    write_whole(path, content)

@@ -29,6 +29,7 @@ from jaxrl_async.mesh import (
     skip_absent_tpu,
 )
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.remote.pinning import chips_of_trainer
 from jaxrl_async.sampler.setup import kv_plan
@@ -105,9 +106,10 @@ def keep_compiled_programs(folder: Path) -> None:
     """
     if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    verify_compiled_programs()
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_compilation_cache_dir", str(own_or_spare(folder.resolve())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -4,7 +4,6 @@ starts them itself, the processes."""
 import itertools
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +32,7 @@ from jaxrl_async.run.remote.host_offers import HostOffers, PartPublisher, distri
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.run.remote.pinning import place_of_sampler
+from jaxrl_async.sampler.remote.meeting import tell_everybody
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
 from jaxrl_async.sampler.setup import kv_plan, room_of
@@ -43,7 +43,7 @@ from jaxrl_async.weights.manifest import manifest_of
 from jaxrl_async.weights.remote.outbox import WeightOutbox
 from jaxrl_async.weights.remote.seams import Offering
 from jaxrl_async.weights.remote.transports import make_offering
-from jaxrl_async.wire.secret import read_secret
+from jaxrl_async.wire.secret import new_secret, read_secret
 from jaxrl_async.wire.tls import read_tls
 
 LOGS = "samplers"
@@ -78,7 +78,8 @@ def make_remote_sampling(
     faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec, run_probe_ids(inputs))
     sent = sent_weights(config.weights, config.model, spec)
-    secret = read_secret() or _own_secret(config)
+    given = read_secret()
+    secret = given or _made_secret(lockstep)
     channel = make_remote_channel(config, inputs, sent, weights.version, gate, lockstep, secret)
     closing.callback(channel.close)
     channel.begin(weights.params, base=_base_to_send(config, inputs, base))
@@ -101,6 +102,7 @@ def make_remote_sampling(
         secret=secret,
         tls=read_tls(config.remote),
         count=faults.add,
+        made=b"" if given or config.mesh.samplers_in == "processes" else secret,
     )
     closing.callback(members.close)
     members.announce(folder)
@@ -231,6 +233,9 @@ def local_samplers(
     )
 
 
-def _own_secret(config: Config) -> bytes:
-    """Return a fresh secret for processes that the run starts itself; none for others."""
-    return secrets.token_hex(32).encode() if config.mesh.samplers_in == "processes" else b""
+def _made_secret(lockstep: Lockstep) -> bytes:
+    """Make a secret for this start of the run, the same in all processes of the trainer."""
+    if lockstep.count == 1:
+        return new_secret()
+    mine = "" if lockstep.index else new_secret().decode()
+    return tell_everybody(mine, leads=not lockstep.index).encode()

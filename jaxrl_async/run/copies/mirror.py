@@ -23,11 +23,12 @@ from jaxrl_async.run.copies.place import (
     whole_checkpoints,
 )
 from jaxrl_async.run.folder import SIGNS, WANDB
+from jaxrl_async.wire.address import JOIN_FILE
 
 STAGE = ".copying"
 """Folder in the run's for what is on its way."""
-LEFT_OUT = (STAGE, SIGNS, SIGNS + ".tmp", "lock", WANDB)
-"""Entries of a run's folder that are never copied."""
+LEFT_OUT = (STAGE, SIGNS, SIGNS + ".tmp", "lock", WANDB, JOIN_FILE)
+"""Entries of a run's folder that are never copied: the last may hold a secret."""
 WEIGHTS = ".safetensors"
 """What the names of large files end with, which nobody appends to."""
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,12 @@ from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import IntArray
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.wire.address import Address, advertised_address, write_join_file
+from jaxrl_async.wire.address import (
+    Address,
+    advertised_address,
+    known_to_this_user,
+    write_join_file,
+)
 from jaxrl_async.wire.hub import Hub
 from jaxrl_async.wire.messages import Hello, Leave, Prepared, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
@@ -95,6 +101,7 @@ class Members:
         secret: bytes,
         tls: TlsFiles | None,
         count: Callable[[str, int], None],
+        made: bytes = b"",
     ) -> None:
         """Listen for samplers.
 
@@ -106,6 +113,8 @@ class Members:
             secret: that they must know; empty: none.
             tls: files for encrypted connections; None: they are not encrypted.
             count: called with the name of each fault and how often.
+            made: the secret, if the run made it for samplers that join by hand: they find it in the
+                run's folder or, those of this user, by the port until `close`.
 
         Raises ConfigError: nothing can listen at remote.listen, or it would need a secret.
         """
@@ -115,6 +124,7 @@ class Members:
         self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
         self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
+        self._made, self._known = made, ExitStack()
         remote = invitation.config.remote
         self._patience_s = remote.silence_s * PATIENCE
         self._hub = Hub(
@@ -123,6 +133,7 @@ class Members:
             tls=tls,
             limits=WireLimits.of(remote),
             on_join=self._join,
+            on_bound=lambda here: self._known.enter_context(known_to_this_user(here, made)),
         )
         self.address = advertised_address(self._hub.address, remote.advertise)
 
@@ -132,8 +143,9 @@ class Members:
         return self._hub.address
 
     def announce(self, folder: Path) -> None:
-        """Write the address into the run's folder, and say it on the log."""
-        write_join_file(folder, self.address, self._invitation.config.run.name)
+        """Write the address, and the secret if the run has made it, into the run's folder, and say
+        the address on the log."""
+        write_join_file(folder, self.address, self._invitation.config.run.name, self._made)
         log.info("samplers join at %s", self.address)
 
     def wait_for_least(self, stop: Stop, started: Callable[[], int] = lambda: 0) -> None:
@@ -183,6 +195,7 @@ class Members:
             ).start()
         with self._changed:
             self._changed.wait_for(lambda: not self._joined, GOODBYE_S)
+        self._known.close()
         self._hub.close(RUN_ENDED, max(LEAST_GOODBYE_S, end_s - time.monotonic()))
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
@@ -232,6 +245,7 @@ class Members:
     ) -> None:
         """Offer the weights to a sampler that can take them."""
         end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
+        replica.draws_from(lambda: end.live_version)
         end.on_entered(lambda: self._seat(session, hello, replica))
 
     def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:

@@ -1,6 +1,7 @@
 """What a sampler process is built of, from the trainer's Welcome: model, mesh, and the way of the
 weights. Each process of a sampler over several hosts builds the same."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, Config
-from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.errors import ConfigError, MeshError, printable
 from jaxrl_async.mesh import (
     SAMPLER_RULES,
     check_collective,
@@ -26,6 +27,7 @@ from jaxrl_async.mesh import (
 from jaxrl_async.model.frozen_base import form_of
 from jaxrl_async.model.hf import load_params
 from jaxrl_async.model.moe import check_experts
+from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import Session
@@ -44,6 +46,7 @@ from jaxrl_async.weights.remote.seams import Fetching
 from jaxrl_async.weights.remote.sound import SoundFetching
 from jaxrl_async.weights.remote.transports import make_fetching
 from jaxrl_async.wire.messages import Welcome
+from jaxrl_async.wire.secret import LEAST_BYTES, SECRET_VARIABLE, is_strong
 
 TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
 """Settings of a connection that each side has its own of."""
@@ -145,6 +148,24 @@ def config_of(welcome: Welcome) -> Config:
         raise _other_version(error) from None
 
 
+def check_code(welcome: Welcome, secret: bytes) -> None:
+    """Raise ConfigError if the model's layers are a class in a file of this machine, which would be
+    executed, and nobody whom this user trusts named it.
+
+    secret: that the trainer has proved; empty: none.
+    """
+    own = sent_own(welcome.spec)
+    if own is None or is_strong(secret) or is_loaded(own):
+        return
+    named = printable(f"{own.file}:{own.name}")
+    raise ConfigError(
+        f"the trainer names {named} as the model's layers, and has not proved a "
+        "secret of its user: the file is not executed. Set the environment variable "
+        f"{SECRET_VARIABLE} to the same {LEAST_BYTES} characters or more there and here, or read "
+        f"the file and name it here: --decoder {named}"
+    )
+
+
 def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     """Ask JAX's CPU backend, before its first use, for this process's part of a slice; without
     effect if an accelerator is the default backend."""
@@ -185,6 +206,17 @@ def sent_spec(fields: Mapping[str, Any]) -> ModelSpec:
         raise _other_version(error) from None
     check_own(spec)
     return spec
+
+
+def sent_own(fields: Mapping[str, Any]) -> OwnCode | None:
+    """Return the user's class that a Welcome names; None: it names none. Raises ConfigError."""
+    try:
+        own = ModelSpec.from_fields(fields).own
+        if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
+            raise TypeError("the class of its layers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _other_version(error) from None
+    return own
 
 
 def _other_version(error: Exception) -> ConfigError:

@@ -20,7 +20,13 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.json_logs import add_labels
-from jaxrl_async.run.remote.sampler_parts import claim_sampler_devices, config_of, parts_of
+from jaxrl_async.run.builders.program_cache import verify_compiled_programs
+from jaxrl_async.run.remote.sampler_parts import (
+    check_code,
+    claim_sampler_devices,
+    config_of,
+    parts_of,
+)
 from jaxrl_async.run.remote.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
 from jaxrl_async.sampler.remote.server import ReplicaServer
@@ -68,7 +74,7 @@ class Joining:
 class Credentials:
     """What this process shows to others, and asks of them."""
 
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # of the environment; empty: the trainer's file has one
     tls: TlsFiles | None
 
 
@@ -78,6 +84,7 @@ def run_sampler(joining: Joining) -> int:
     Raises JoinRefused if the trainer says no, Disconnected if none answers within wait_s, and what
     building a sampler raises.
     """
+    verify_compiled_programs()
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
     instance = secrets.token_hex(8)
     with Stop() as stop:
@@ -85,7 +92,7 @@ def run_sampler(joining: Joining) -> int:
         if joining.processes > 1:
             claim_sampler_devices(joining.axes, joining.processes)
         if joining.process:
-            follow_sampler(joining.remote, secret=shown.secret, stop=stop, wait_s=joining.wait_s)
+            follow_sampler(joining.remote, stop=stop, wait_s=joining.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
             outcome = _join_once(joining, shown, stop, instance)
@@ -120,7 +127,7 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
             without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
-            return _serve(joining, shown, session, welcome, stop, closing)
+            return _serve(joining, session, welcome, stop, closing)
         except Disconnected as error:
             log.warning("%s", error)
             return Outcome.STOPPED if stop.is_set() else Outcome.LOST
@@ -148,7 +155,6 @@ def _dialled(
 
 def _serve(
     joining: Joining,
-    shown: Credentials,
     session: WireSession,
     welcome: Welcome,
     stop: Stop,
@@ -156,6 +162,7 @@ def _serve(
 ) -> Outcome:
     """Build the sampler, and serve the trainer until the session ends or a signal comes."""
     config = config_of(welcome)
+    check_code(welcome, session.secret)
     add_labels(run=config.run.name)
     remote, host = config.remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
@@ -167,12 +174,12 @@ def _serve(
                 welcome,
                 joining.remote,
                 host=host,
-                secret=shown.secret,
+                secret=session.secret,
                 stop=stop,
                 closing=closing,
             )
         else:
-            sampler = _own_sampler(joining, shown, session, welcome, host, closing)
+            sampler = _own_sampler(joining, session, welcome, host, closing)
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
@@ -187,7 +194,6 @@ def _serve(
 
 def _own_sampler(
     joining: Joining,
-    shown: Credentials,
     session: WireSession,
     welcome: Welcome,
     host: str,
@@ -196,7 +202,7 @@ def _own_sampler(
     """Return the sampler of this process alone, once it has weights; it reports them live."""
     parts = parts_of(welcome)
     setup = parts.setup()
-    receiver, address = parts.receiver(session, joining.remote, host=host, secret=shown.secret)
+    receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
     closing.callback(receiver.close)
     session.send(Prepared(data_address=address))
     first, weights = receiver.first(parts.config.remote.wait_s), RemoteSource(receiver)

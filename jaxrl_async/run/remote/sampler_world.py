@@ -54,7 +54,7 @@ def lead_sampler(
     limits = WireLimits()
     hub = FollowerHub(jax.process_count(), welcome, limits=limits)
     closing.callback(hub.close)
-    LeaderPlace.told(hub, host, leads=True)
+    LeaderPlace.told(hub, host, leads=True, shared=secret)
     parts = parts_of(welcome)
     wait_s = parts.config.remote.wait_s
     crew = FollowerCrew(hub.wait_for_all(wait_s), asked_to_leave=stop.request)
@@ -75,12 +75,11 @@ def begin_nothing() -> None:
     LeaderPlace.told(None, leads=True)
 
 
-def follow_sampler(own: RemoteSection, *, secret: bytes, stop: Stop, wait_s: float) -> None:
+def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
     """Do what the first process of this JAX world does, until its sampler is closed; blocks.
 
     Args:
         own: names the certificates and the port of this side.
-        secret: that connections for weights prove.
         stop: asked for by a signal; the first process is then asked to leave.
         wait_s: longest wait for it.
 
@@ -93,7 +92,7 @@ def follow_sampler(own: RemoteSection, *, secret: bytes, stop: Stop, wait_s: flo
     index = jax.process_index()
     session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
     parts = parts_of(welcome)
-    receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=secret)
+    receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=place.shared)
     told_to_go, weights = threading.Event(), RemoteSource(receiver)
     try:
         with stop.acting_on(told_to_go.set):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RolloutError, printable
 from jaxrl_async.sampler.request_checks import (
     Room,
     check_expert_ids,
@@ -22,23 +22,37 @@ from jaxrl_async.types import Completion, Partial, Request, StopReason
 
 LONGEST_TEXT = 2000
 """Characters of an error's text that are kept."""
+HIGHEST_LOGPROB = 1e-3
+"""Highest log-prob that counts as one: above 0 by no more than rounding."""
+LOWEST_LOGPROB = -200.0
+"""Lowest log-prob of a token in the distribution that it was drawn from. Noise of float32 draws
+none below about -17 - log(vocabulary), and no model's certainty changes that."""
 
 
 def checked_completion(
-    completion: Completion, request: Request, room: Room, *, newest: int, stopped: bool
+    completion: Completion,
+    given: Request | Partial,
+    room: Room,
+    *,
+    newest: int,
+    stopped: bool,
+    oldest: int = 0,
 ) -> Completion:
     """Return the answer under the request's own id. Raises RolloutError, which says what cannot be
     true of it.
 
     Args:
         completion: As it came.
-        request: What was asked.
+        given: What was asked: a request, or one that another sampler had begun.
         room: The samplers' limits.
         newest: The newest version that a sampler may have.
+        oldest: The version from which this sampler drew when it was asked.
         stopped: Whether the request was told to stop early (ports.Replica.save).
     """
+    request, begun = _parts(given)
     name = f"the answer to request {request.request_id!r}"
     _check_columns(name, completion, room, newest)
+    _check_new(name, completion, request, begun, oldest)
     count = len(completion.token_ids)
     _check_stop(name, completion, request, stopped=stopped)
     for field in ("queued_s", "first_token_s", "latency_s"):
@@ -58,19 +72,27 @@ def checked_completion(
     if full is not None and not _is_column(full, np.float32, count):
         raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
     check_masks(name, drawn, request, count)
+    _check_drawable(name, drawn, room)
     check_expert_ids(name, drawn, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
 
 
-def checked_drawn(partial: Any, request: Request, room: Room, *, newest: int) -> Partial:
+def checked_drawn(
+    partial: Any, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
+) -> Partial:
     """Return a request that a sampler reports or hands back, under the request's own id and without
-    KV. Raises RolloutError, which says what cannot be true of it."""
+    KV. Raises RolloutError, which says what cannot be true of it. The arguments are those of
+    checked_completion."""
+    request, begun = _parts(given)
     name = f"what was drawn for request {request.request_id!r}"
     if not isinstance(partial, Partial):
         raise RolloutError(f"{name} is a {type(partial).__name__}.")
     partial = replace(partial, request=request, kv=None, kv_version=None)
     _check_columns(name, partial, room, newest)
-    return checked_partial(partial, room)
+    _check_new(name, partial, request, begun, oldest)
+    checked = checked_partial(partial, room)
+    _check_drawable(name, checked, room)
+    return checked
 
 
 def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
@@ -87,8 +109,8 @@ def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
 
 
 def checked_text(text: Any) -> str:
-    """Return a text for people, shortened."""
-    return str(text)[:LONGEST_TEXT]
+    """Return a text for people, shortened and in one line."""
+    return printable(str(text), LONGEST_TEXT)
 
 
 def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
@@ -108,6 +130,57 @@ def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
             f"{name}: versions go from {versions[0]} to {versions[-1]}; they must not fall, and "
             f"lie between 0 and {newest}, the newest."
         )
+
+
+def _parts(given: Request | Partial) -> tuple[Request, Partial | None]:
+    return (given.request, given) if isinstance(given, Partial) else (given, None)
+
+
+def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, oldest: int) -> None:
+    """Raise RolloutError unless what was drawn continues what was given, with log-probs that a
+    draw can have, and from the version that the sampler had, or a newer one."""
+    count = 0
+    if begun is not None:
+        count = len(begun.token_ids)
+        for field in ("token_ids", "versions"):
+            if not np.array_equal(getattr(drawn, field)[:count], getattr(begun, field)):
+                raise RolloutError(f"{name}: {field} do not begin with those that were given.")
+    new = drawn.versions[count:]
+    if len(new) and not request.adapter and new[0] < oldest:
+        raise RolloutError(
+            f"{name}: a token is of version {new[0]}, and the sampler drew from version {oldest} "
+            "when it was asked."
+        )
+    hottest = max(1.0, request.sampling.temperature)
+    for field, lowest in (
+        ("logprobs", LOWEST_LOGPROB),
+        ("full_logprobs", LOWEST_LOGPROB * hottest),
+    ):
+        values: Any = getattr(drawn, field)
+        if values is None or not _is_column(values, np.float32):
+            continue  # the latter is refused where the request says what it must have
+        odd = values[(values > HIGHEST_LOGPROB) | (values < lowest)]
+        if len(odd):
+            raise RolloutError(
+                f"{name}: {field} have {odd[0]:g}, which is no log-prob of a token that was drawn: "
+                f"they lie between {lowest:g} and 0."
+            )
+
+
+def _check_drawable(name: str, drawn: Partial, room: Room) -> None:
+    """Raise RolloutError unless each token is among those that its mask kept, if it has one."""
+    kept = drawn.kept
+    if kept is None:
+        return
+    if isinstance(checked_ids(kept.ids, room.vocab), str):
+        raise RolloutError(f"{name}: kept has ids outside the vocabulary.")
+    sizes = np.diff(kept.starts)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    found = np.zeros(len(sizes), bool)
+    found[owners[kept.ids == drawn.token_ids[owners]]] = True
+    missing = np.flatnonzero((sizes > 0) & ~found)
+    if len(missing):
+        raise RolloutError(f"{name}: token {missing[0]} is not among those that kept says.")
 
 
 def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:

@@ -137,7 +137,9 @@ class Arrivals:
         answers: list[Completion | RemoteFailure] = [*message.completions, *message.failures]
         for answer in answers:
             if answer.request_id in results:
-                raise RolloutError(f"request {answer.request_id!r} is answered twice.")
+                raise RolloutError(
+                    f"request {checked_text(answer.request_id)!r} is answered twice."
+                )
             out = self._requests.find(answer.request_id)
             if out is None:
                 continue
@@ -145,7 +147,12 @@ class Arrivals:
                 results[out.wire_id] = RolloutError(f"{self._peer}: {checked_text(answer.error)}")
                 continue
             results[out.wire_id] = checked_completion(
-                answer, out.request, self._check.room, newest=self._newest(), stopped=out.stopped
+                answer,
+                out.given,
+                self._check.room,
+                newest=self._newest(),
+                stopped=out.stopped,
+                oldest=out.oldest,
             )
         return results
 
@@ -160,7 +167,12 @@ class Arrivals:
     def _saved(self, message: RemoteReply, out: Outstanding) -> tuple[Partial, ...]:
         """Return the one request that was saved, which may have ended since."""
         (saved,) = message.partials
-        return (checked_drawn(saved, out.request, self._check.room, newest=self._newest()),)
+        return (self._checked_drawn(saved, out),)
+
+    def _checked_drawn(self, partial: Any, out: Outstanding) -> Partial:
+        newest = self._newest()
+        room = self._check.room
+        return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
 
     def _drawn(self, partials: Any) -> dict[str, Partial]:
         """Return the checked partials of requests that are still outstanding, by wire id. One with
@@ -170,7 +182,7 @@ class Arrivals:
         requests = self._requests.by_wire_id()
         known = [(p, requests.get(p.request.request_id)) for p in partials]
         drawn = {
-            out.wire_id: checked_drawn(p, out.request, self._check.room, newest=self._newest())
+            out.wire_id: self._checked_drawn(p, out)
             for p, out in known
             if out is not None and not out.future.done()
         }

@@ -20,9 +20,10 @@ from jaxrl_async.ports import Session
 from jaxrl_async.wire.dial import dial
 from jaxrl_async.wire.hub import Hub
 from jaxrl_async.wire.messages import Hello, Welcome
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 from jaxrl_async.wire.session import WireLimits, WireSession
 
-TEXT_BYTES = 512
+TEXT_BYTES = 2048
 """Longest text that is told to everybody, bytes."""
 
 
@@ -36,7 +37,10 @@ def tell_everybody(text: str, *, leads: bool) -> str:
     """
     content = text.encode()
     if len(content) > TEXT_BYTES:
-        raise ConfigError(f"an address of {len(content)} bytes is too long: {text[:80]}...")
+        raise ConfigError(
+            f"an address and a secret of {len(content)} bytes together are longer than "
+            f"{TEXT_BYTES}: give {SECRET_VARIABLE} a shorter value, such as 64 digits"
+        )
     padded = np.zeros(TEXT_BYTES, np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
     told = multihost_utils.broadcast_one_to_all(padded, is_source=leads)
@@ -49,10 +53,11 @@ class LeaderPlace:
 
     address: str  # HOST:PORT
     secret: str = field(repr=False)
+    shared: bytes = field(default=b"", repr=False)  # what proves a process to the run's trainer
 
     @classmethod
     def told(
-        cls, hub: "FollowerHub | None", host: str = "", *, leads: bool
+        cls, hub: "FollowerHub | None", host: str = "", *, leads: bool, shared: bytes = b""
     ) -> "LeaderPlace | None":
         """Agree on it among all processes of this JAX world, which all must call this. None: the
         leading process has no hub, since the sampler does not begin (again).
@@ -61,13 +66,15 @@ class LeaderPlace:
             hub: the leading process's; None in the others.
             host: name or address under which the others reach the leading process.
             leads: whether this is the leading process.
+            shared: the secret that the leading process shares with the run's trainer.
         """
-        text = "" if hub is None else f"{hub.secret} {host} {hub.port}"
+        text = "" if hub is None else f"{hub.secret} {host} {hub.port} {shared.decode()}"
         told = tell_everybody(text, leads=leads)
         if not told:
             return None
-        secret, host, port = told.split()
-        return cls(address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret=secret)
+        secret, host, port, common = told.split(" ", 3)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return cls(address=address, secret=secret, shared=common.encode())
 
 
 class FollowerHub:

@@ -36,6 +36,7 @@ class Outstanding:
     future: Future[Completion]
     sent: bool = False  # or being sent
     stopped: bool = False  # it was told to end early
+    oldest: int = 0  # version from which the sampler drew before it was sent this
 
     @property
     def request(self) -> Request:
@@ -108,15 +109,15 @@ class OutstandingRequests:
         with self._lock:
             return dict(self._all)
 
-    def take_sendable(self) -> list[Outstanding]:
+    def take_sendable(self, version: int = 0) -> list[Outstanding]:
         """Count as many of the unsent requests as sent as the sampler has room for, the most urgent
-        first."""
+        first. version: from which the sampler draws now."""
         with self._lock:
             room = WIRE_PLACES * self.places - (len(self._all) - len(self._unsent))
             taken: list[Outstanding] = []
             while len(taken) < room and (out := self._unsent.head()) is not None:
                 self._unsent.admit(out)
-                out.sent = True
+                out.sent, out.oldest = True, version
                 taken.append(out)
         return taken
 

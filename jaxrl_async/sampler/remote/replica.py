@@ -131,6 +131,11 @@ class RemoteReplica:
         """Return the statistics of the last beat."""
         return self._arrivals.stats
 
+    def draws_from(self, version: Callable[[], int]) -> None:
+        """Refuse tokens of versions older than that from which the sampler drew when it was sent
+        the request. version: returns the last one that it has reported live."""
+        self.loop.version = version
+
     # ---- its life
 
     def start(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_async.errors import Disconnected
@@ -21,6 +21,7 @@ class SendLoop:
 
     def __init__(self, session: Session, lifetime: Lifetime, requests: OutstandingRequests) -> None:
         """lifetime: of the thread that calls step()."""
+        self.version: Callable[[], int] = lambda: 0  # from which the sampler draws, at least
         self._session, self._lifetime, self._requests = session, lifetime, requests
         self._queued: list[Any] = []  # messages; the lifetime's lock guards it, and the next
         self._ending: str | None = None  # why the session is to end
@@ -50,7 +51,7 @@ class SendLoop:
         produces      messages
         on failure    the session has ended: whoever is told so (Arrivals) fails the requests
         """
-        requests = self._requests.take_sendable()
+        requests = self._requests.take_sendable(self.version())
         with self._lifetime.lock:
             others, self._queued = self._queued, []
             ending = self._ending

@@ -39,6 +39,11 @@ class RemoteEnd:
         """Whether its version counts: requests may be sent to it."""
         return self._entered and not self._left
 
+    @property
+    def live_version(self) -> int:
+        """The last version that the sampler has reported live; -1: none yet."""
+        return self._standing.live_version
+
     def on_entered(self, callback: Callable[[], None]) -> None:
         """Call a function once, when the sampler has entered, or now if it has: on the session's
         thread. Not called if it leaves before."""

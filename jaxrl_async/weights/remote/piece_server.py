@@ -8,6 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +30,22 @@ from jaxrl_async.weights.remote.piece_protocol import (
 )
 from jaxrl_async.wire.address import Address, advertised_address, parse_address
 from jaxrl_async.wire.secret import check_secret, left_of, receive_by
+from jaxrl_async.wire.strangers import Stranger, Strangers
 
 log = logging.getLogger(__name__)
 
 MOST_STRANGERS = 64
-"""Connections that have not proved the secret yet; more are closed at once."""
+"""Connections that have not proved the secret yet (wire.strangers says which one goes if there are
+more)."""
+FIRST_WORD_S = 1.0
+"""Longest time for a connection's greeting, which a client sends at once, seconds."""
 LOG_S = 10.0
 """Refused connections are logged at most once in so many seconds."""
 PATIENCE_S = 3.0
 """Longest wait for a version or a piece that is to come here, seconds; then the client is told to
 look elsewhere."""
+PAUSE_S = 0.05
+"""Wait after a connection that could not be accepted (too many open files), seconds."""
 SOCKET_BUFFER = 4 << 20
 MAX_PORT = 65535
 
@@ -79,7 +87,7 @@ class PieceServer:
         self._publish = publish
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._open: set[socket.socket] = set()
-        self._strangers = 0
+        self._strangers = Strangers(MOST_STRANGERS)
         self._logged_at = float("-inf")
         self._closed = False
         wanted = parse_address(listen, what="remote.listen")
@@ -115,25 +123,31 @@ class PieceServer:
             except OSError:
                 if self._closed:
                     return
+                time.sleep(PAUSE_S)
                 continue
             with self._lock:
-                full = self._closed or self._strangers >= MOST_STRANGERS
-                if not full:
-                    self._strangers += 1
-                    self._open.add(connection)
-            if full:
-                self._refused(peer, "too many connections have not proved the secret")
+                self._open.add(connection)
+                closed = self._closed
+            if closed:
                 connection.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(connection, peer), name="piece-sender", daemon=True
-            ).start()
+                return
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection, peer), name="piece-sender", daemon=True
+                ).start()
+            except RuntimeError as error:  # the system has no more threads
+                self._refused(peer, str(error))
+                self._forget(connection)
 
-    def _serve(self, raw: socket.socket, peer: object) -> None:
+    def _serve(self, raw: socket.socket, peer: tuple[Any, ...]) -> None:
         """Admit one connection and answer its requests until it ends."""
         connection = raw
         try:
-            connection = self._admit(raw)
+            with (
+                raw.dup() as handle,  # TLS takes `raw` over
+                self._strangers.place(peer[0], partial(_break, handle)) as stranger,
+            ):
+                connection = self._admit(raw, stranger)
         except (OSError, WeightsError) as error:
             self._refused(peer, str(error))
         else:
@@ -145,27 +159,27 @@ class PieceServer:
                 self._count("ended")
                 log.debug("a connection from %s ended: %s", peer, error)
         finally:
-            with self._lock:
-                self._open -= {raw, connection}
-            for one in {raw, connection}:
-                one.close()
+            self._forget(raw, connection)
 
-    def _admit(self, raw: socket.socket) -> socket.socket:
-        """Hear the greeting, and let the guard look, within GREETING_S. Raises OSError or
-        PeerError."""
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-            until_s = time.monotonic() + GREETING_S
-            if receive_by(raw, len(GREETING), until_s) != GREETING:
-                raise PeerError("it does not speak this protocol")
-            connection = self._guard.as_server(raw, left_of(until_s))
-            with self._lock:
-                self._open.add(connection)  # `close` breaks it, whatever wraps it
-            return connection
-        finally:
-            with self._lock:
-                self._strangers -= 1
+    def _forget(self, *connections: socket.socket) -> None:
+        with self._lock:
+            self._open.difference_update(connections)
+        for one in connections:
+            one.close()
+
+    def _admit(self, raw: socket.socket, stranger: Stranger) -> socket.socket:
+        """Hear the greeting within FIRST_WORD_S, and let the guard look within GREETING_S. Raises
+        OSError or PeerError."""
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        began_s = time.monotonic()
+        if receive_by(raw, len(GREETING), began_s + FIRST_WORD_S) != GREETING:
+            raise PeerError("it does not speak this protocol")
+        stranger.greeted = True
+        connection = self._guard.as_server(raw, left_of(began_s + GREETING_S))
+        with self._lock:
+            self._open.add(connection)  # `close` breaks it, whatever wraps it
+        return connection
 
     def _refused(self, peer: object, reason: str) -> None:
         self._count("refused")
@@ -205,6 +219,12 @@ class PieceServer:
     def _count(self, name: str, count: int = 1) -> None:
         with self._lock:
             self._counts[name] += count
+
+
+def _break(connection: socket.socket) -> None:
+    """End a connection that another thread waits on, at once."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _listening(wanted: Address, ports: int) -> socket.socket:

@@ -1,0 +1,146 @@
+"""JAX's persistent compilation cache, whose entries are machine code: an entry counts only if its
+sum is in a file, its mark, which this user or root wrote and other users cannot change.
+
+    get(key) ──> entry ──sha256(key, entry)──> is there a mark of this sum? ──> the program
+                   └── no: the entry is removed, and the program compiled again ──> put(key)
+"""
+
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jax._src import compilation_cache  # it has no public name for where entries come from
+from jax._src.compilation_cache_interface import CacheInterface
+
+from jaxrl_async.errors import in_a_line
+from jaxrl_async.private_folder import OTHERS_WRITE, NotPrivateError, private_folder, write_whole
+
+log = logging.getLogger(__name__)
+
+MARK = ".sum"
+"""What the name of a mark ends with; it begins with the sum of an entry, which it also holds."""
+ENTRY = "-cache"
+"""What JAX appends to an entry's key."""
+
+
+def own_or_spare(folder: Path) -> Path:
+    """Return the folder, made if need be, which others cannot change; if it is another user's, one
+    of this user's own, which the log says. Raises OSError, RuntimeError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0) and found.st_uid != _of_new_files(folder)[0]:
+        spare = private_folder("programs")
+        log.warning(
+            "%s belongs to another user, whose compiled programs are not executed: %s keeps those "
+            "of this run", folder, spare,
+        )  # fmt: skip
+        return spare
+    if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
+    return folder
+
+
+def verify_compiled_programs() -> None:
+    """Have JAX verify what it reads from its persistent compilation cache from now on."""
+    make: Any = compilation_cache.get_file_cache
+    if getattr(make, "verifies", False):
+        return
+
+    def verified(path: str) -> Any:
+        made = make(path)
+        return None if made is None else (VerifiedPrograms(made[0], made[1]), made[1])
+
+    verified.verifies = True  # type: ignore[attr-defined]
+    compilation_cache.get_file_cache = verified
+    if compilation_cache._cache is not None:  # JAX has compiled something already
+        compilation_cache.reset_cache()
+
+
+class VerifiedPrograms(CacheInterface):
+    """JAX's cache of compiled programs, with a mark for each entry that this module has written.
+
+    Two processes that write an entry at the same time each leave a mark: the entry that stays has
+    its own.
+    """
+
+    def __init__(self, cache: Any, folder: str) -> None:
+        """Wrap JAX's cache, which is in this folder, or at this address of a bucket."""
+        self._cache, self._path = cache, cache._path
+        self._local = None if "://" in folder else Path(folder)
+        self._again = 0
+        self._owners, self._writable = {os.geteuid(), 0}, OTHERS_WRITE
+        if self._local is not None:
+            owner, mode = _of_new_files(self._local)
+            self._owners.add(owner)  # a network's file system may name one owner for all
+            self._writable &= ~mode  # and that of another system may keep no modes
+
+    def get(self, key: str) -> bytes | None:
+        """Return an entry; None if it does not exist, or has no mark."""
+        value: bytes | None = self._cache.get(key)
+        if value is None:
+            return None
+        wanted = _sum(key, value)
+        try:
+            if self._mark(wanted) == wanted.encode():
+                return value
+            why = "its mark is damaged"
+        except FileNotFoundError:
+            why = "it is damaged, of an older version or another user's"
+        except OSError as error:
+            why = in_a_line(error)
+        self._again += 1  # after a new version it is all of them: one warning
+        level = logging.WARNING if self._again == 1 else logging.INFO
+        log.log(level, "a kept program is compiled again, %s: %s", key[:60], why)
+        try:
+            (self._path / f"{key}{ENTRY}").unlink()
+        except OSError as error:
+            log.warning("the program's entry cannot be replaced: %s", in_a_line(error))
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an entry: its mark first, since an entry without one does not count."""
+        digest = _sum(key, value)
+        try:
+            if self._local is None:
+                (self._path / f"{digest}{MARK}").write_bytes(digest.encode())
+            else:
+                write_whole(self._local / f"{digest}{MARK}", digest.encode())
+        except OSError as error:
+            log.warning("a compiled program is not kept: %s", in_a_line(error))
+            return
+        self._cache.put(key, value)
+
+    def _mark(self, digest: str) -> bytes:
+        """Return the content of a mark. Raises OSError: it is not there, or somebody else wrote it
+        or can change it."""
+        if self._local is None:
+            content: bytes = (self._path / f"{digest}{MARK}").read_bytes()
+            return content
+        path = self._local / f"{digest}{MARK}"
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in self._owners or found.st_mode & self._writable:
+                raise NotPrivateError("another user wrote its mark, or can change it")
+            return file.read(len(digest) + 1)
+
+
+def _sum(key: str, value: bytes) -> str:
+    """Return the sum of an entry under its key, hexadecimal."""
+    digest = hashlib.sha256(key.encode() + b"\0")
+    digest.update(value)
+    return digest.hexdigest()
+
+
+def _of_new_files(folder: Path) -> tuple[int, int]:
+    """Return the owner that a file has which is made there, and its mode; this user and 0600 where
+    none can be made."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as file:
+            found = os.fstat(file.fileno())
+            return found.st_uid, stat.S_IMODE(found.st_mode)
+    except OSError:
+        return os.geteuid(), 0o600

@@ -1,0 +1,396 @@
+"""What is executed from a cache is what this user's processes wrote there: kernels and programs
+that are planted, damaged or cut are made again, and never end the process."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxrl_async.model.cpu import library
+from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
+from jaxrl_async.private_folder import (
+    NotPrivateError,
+    check_own_file,
+    made_private,
+    private_folder,
+    write_whole,
+)
+from jaxrl_async.run.builders.program_cache import VerifiedPrograms, own_or_spare
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+SOURCE = """
+#include <cstdlib>
+extern "C" {
+int jaxrl_async_product() { return 41 + 1; }
+int jaxrl_async_rotate() { return 0; }
+int jaxrl_async_attend() { return 0; }
+int jaxrl_async_attend_new() { return 0; }
+}
+"""
+PLANTED = """
+#include <cstdio>
+__attribute__((constructor)) static void runs() {
+    if (FILE *f = std::fopen("MARK", "w")) std::fclose(f);
+}
+"""
+
+
+def has_compiler() -> bool:
+    try:
+        compiler_here()
+    except NotBuiltError:
+        return False
+    return True
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give this test a folder of caches, and a small source in the place of the kernels'."""
+    if not has_compiler():
+        pytest.skip("no compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "kernels.cc"
+    source.write_text(SOURCE)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    kernels = library.Kernels(files=("kernels.cc",), names=library.SAMPLING.names)
+    monkeypatch.setattr(library, "SAMPLING", kernels)
+    return tmp_path / "cache" / "jaxrl_async" / "kernels"
+
+
+def loaded() -> int:
+    """Load the library as a new process does, build it if need be, and call it."""
+    library._loaded.cache_clear()
+    return int(library._loaded(library.SAMPLING).jaxrl_async_product())
+
+
+def the_file(folder: Path) -> Path:
+    (file,) = folder.glob("*.so")
+    return file
+
+
+def planted(tmp_path: Path) -> tuple[bytes, Path]:
+    """Return a library that marks that it was loaded, and the mark."""
+    mark, source, made = tmp_path / "executed", tmp_path / "plant.cc", tmp_path / "plant.so"
+    source.write_text(PLANTED.replace("MARK", str(mark)))
+    subprocess.run([compiler_here(), "-shared", "-fPIC", source, "-o", made], check=True)
+    return made.read_bytes(), mark
+
+
+def test_a_kernel_is_built_once_with_its_sum_and_is_this_users_alone(
+    caches: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert loaded() == 42
+    file = the_file(caches)
+    assert caches.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+    said = subprocess.run(["sha256sum", file], capture_output=True, text=True, check=True).stdout
+    assert Path(f"{file}.sha256").read_text() == said.split()[0]
+    before = file.stat().st_ino
+    assert loaded() == 42
+    assert file.stat().st_ino == before and not caplog.records
+
+
+@pytest.mark.parametrize("size", [0, 4, 4096, -1])
+def test_a_cut_kernel_is_built_again(
+    caches: Path, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a bus error at every start."""
+    assert loaded() == 42
+    file = the_file(caches)
+    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
+    assert loaded() == 42
+    assert "are built again: it is damaged" in caplog.text
+
+
+def test_a_library_that_is_loaded_does_not_see_what_becomes_of_its_file(caches: Path) -> None:
+    assert loaded() == 42
+    library._loaded.cache_clear()
+    kernels = library._loaded(library.SAMPLING)
+    os.truncate(the_file(caches), 0)
+    assert kernels.jaxrl_async_product() == kernels.jaxrl_async_rotate() + 42
+
+
+def test_a_changed_bit_and_a_lost_sum_are_seen(caches: Path) -> None:
+    assert loaded() == 42
+    file = the_file(caches)
+    good = file.read_bytes()
+    bad = bytearray(good)
+    bad[len(bad) // 2] ^= 1
+    file.write_bytes(bad)
+    assert loaded() == 42 and file.read_bytes() == good
+    Path(f"{file}.sha256").unlink()
+    assert loaded() == 42 and Path(f"{file}.sha256").exists()
+
+
+def test_a_planted_library_is_not_loaded(caches: Path, tmp_path: Path) -> None:
+    content, mark = planted(tmp_path)
+    assert loaded() == 42
+    file = the_file(caches)
+    file.write_bytes(content)
+    assert loaded() == 42 and not mark.exists()
+    elsewhere = tmp_path / "plant.so"
+    file.unlink()
+    file.symlink_to(elsewhere)
+    assert loaded() == 42 and not mark.exists() and not file.is_symlink()
+    file.unlink()
+    os.mkfifo(file)
+    assert loaded() == 42 and file.is_file()
+
+
+@as_root
+def test_another_users_library_is_not_loaded_though_its_sum_is_right(
+    caches: Path, tmp_path: Path
+) -> None:
+    content, mark = planted(tmp_path)
+    assert loaded() == 42
+    file = the_file(caches)
+    write_whole(Path(f"{file}.sha256"), library._sum(content))
+    write_whole(file, content)
+    os.chown(file, NOBODY, NOBODY)
+    assert loaded() == 42 and not mark.exists()
+
+
+@as_root
+def test_another_users_folder_is_not_used(
+    caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import tempfile
+
+    from jaxrl_async import private_folder as module
+
+    content, mark = planted(tmp_path)
+    assert loaded() == 42
+    file = the_file(caches)
+    file.write_bytes(content)
+    Path(f"{file}.sha256").write_bytes(library._sum(content))
+    for one in (caches, file, Path(f"{file}.sha256")):
+        os.chown(one, NOBODY, NOBODY)
+    caches.chmod(0o777)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    module._spare.cache_clear()
+    module._say.cache_clear()
+    assert loaded() == 42 and not mark.exists()
+    assert "is not a folder of this user" in caplog.text
+    module._spare.cache_clear()
+    assert the_file(tmp_path / "tmp" / f"jaxrl_async-{os.geteuid()}" / "kernels").exists()
+
+
+def test_a_kernel_that_lacks_a_function_is_built_again_and_then_given_up(
+    caches: Path, tmp_path: Path
+) -> None:
+    assert loaded() == 42
+    file = the_file(caches)
+    content, _ = planted(tmp_path)  # a library without kernels, whose sum is right
+    write_whole(Path(f"{file}.sha256"), library._sum(content))
+    write_whole(file, content)
+    assert loaded() == 42
+    (tmp_path / "kernels.cc").write_text("int nothing;")
+    with pytest.raises(NotBuiltError, match="made what cannot be used: it has no product, rotate"):
+        loaded()
+
+
+def test_processes_that_build_at_once_all_get_a_sound_library(caches: Path) -> None:
+    compiler, found, errors = compiler_here(), [], []
+    path = made_private(caches) / "all.so"
+    source = Path(library.__file__).with_name("kernels.cc")
+
+    def build() -> None:
+        try:
+            for _ in range(3):
+                library._compile(compiler, source, path)
+            found.append(library._sound(path))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(set(found)) == 1 and len(found) == 3
+
+
+# ---- folders and files
+
+
+def test_a_folder_that_others_can_change_is_closed_to_them(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert made_private(folder).stat().st_mode & 0o777 == 0o700
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(NotPrivateError):
+        made_private(link)
+
+
+def test_a_file_that_others_can_change_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    write_whole(file, b"content")
+    check_own_file(file.stat(), file)
+    for mode in (0o620, 0o602):
+        file.chmod(mode)
+        with pytest.raises(NotPrivateError, match="can be changed by other users"):
+            check_own_file(file.stat(), file)
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    write_whole(file, b"first")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, b"second")
+    assert file.read_bytes() == b"first" and list(tmp_path.iterdir()) == [file]
+
+
+def test_the_private_folder_is_below_the_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert private_folder("some") == tmp_path / "jaxrl_async" / "some"
+
+
+# ---- programs that JAX keeps
+
+
+class Kept:
+    """JAX's own cache: it writes an entry once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
+
+    def get(self, key: str) -> bytes | None:
+        file = self._path / f"{key}-cache"
+        return file.read_bytes() if file.exists() else None
+
+    def put(self, key: str, value: bytes) -> None:
+        file = self._path / f"{key}-cache"
+        if not file.exists():
+            file.write_bytes(value)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> VerifiedPrograms:
+    return VerifiedPrograms(Kept(tmp_path), str(tmp_path))
+
+
+def test_an_entry_comes_back_and_a_damaged_one_is_made_again(
+    programs: VerifiedPrograms, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert programs.get("a") is None
+    programs.put("a", b"program a")
+    assert programs.get("a") == b"program a"
+    file = tmp_path / "a-cache"
+    for damaged in (b"program b", b"program", b"", b"program a "):
+        file.write_bytes(damaged)
+        assert programs.get("a") is None and not file.exists()
+        programs.put("a", b"program a")
+        assert programs.get("a") == b"program a"
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1, "the first says it"
+
+
+def test_an_entry_under_another_key_does_not_count(
+    programs: VerifiedPrograms, tmp_path: Path
+) -> None:
+    programs.put("a", b"program a")
+    shutil.copy(tmp_path / "a-cache", tmp_path / "b-cache")
+    assert programs.get("b") is None and programs.get("a") == b"program a"
+
+
+def test_two_processes_that_keep_the_same_program_at_once_leave_a_sound_one(
+    tmp_path: Path,
+) -> None:
+    """Their entries differ: each holds how long its own compilation took."""
+    one, two = (VerifiedPrograms(Kept(tmp_path), str(tmp_path)) for _ in range(2))
+    one.put("a", b"in 3 s")
+    two.put("a", b"in 4 s")
+    assert one.get("a") == two.get("a") == b"in 3 s"
+
+
+@as_root
+def test_what_another_user_has_planted_is_not_executed(
+    programs: VerifiedPrograms, tmp_path: Path
+) -> None:
+    programs.put("a", b"program a")
+    (mark,) = tmp_path.glob("*.sum")
+    os.chown(mark, NOBODY, NOBODY)
+    assert programs.get("a") is None
+    programs.put("a", b"program a")
+    (mark,) = tmp_path.glob("*.sum")
+    assert mark.stat().st_uid == 0 and programs.get("a") == b"program a"
+    mark.chmod(0o666)
+    assert programs.get("a") is None
+
+
+def test_a_renamed_mark_is_no_mark(programs: VerifiedPrograms, tmp_path: Path) -> None:
+    """Who may rename files here can give an own mark of this user's another name."""
+    programs.put("a", b"program a")
+    (mark,) = tmp_path.glob("*.sum")
+    other = VerifiedPrograms(Kept(tmp_path), str(tmp_path))
+    (tmp_path / "b-cache").write_bytes(b"planted")
+    from jaxrl_async.run.builders import program_cache
+
+    mark.rename(tmp_path / f"{program_cache._sum('b', b'planted')}.sum")
+    assert other.get("b") is None
+
+
+@as_root
+def test_another_users_folder_of_programs_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mine = own_or_spare(tmp_path / "runs" / ".jax_cache")
+    assert mine == tmp_path / "runs" / ".jax_cache" and mine.stat().st_mode & 0o777 == 0o700
+    mine.chmod(0o777)
+    assert own_or_spare(mine).stat().st_mode & 0o777 == 0o755
+    os.chown(mine, NOBODY, NOBODY)
+    assert own_or_spare(mine) == tmp_path / "cache" / "jaxrl_async" / "programs"
+    assert "belongs to another user" in caplog.text
+
+
+PROGRAM = """
+import collections, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jax._src import monitoring
+from jaxrl_async.run.builders.devices import keep_compiled_programs
+keep_compiled_programs(Path(sys.argv[1]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+events = collections.Counter()
+monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
+jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).block_until_ready()
+print(events["cache_hits"], events["cache_misses"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_jax_compiles_damaged_programs_again(tmp_path: Path) -> None:
+    def run() -> tuple[int, int]:
+        ours = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES")
+        environment = {k: v for k, v in os.environ.items() if k not in ours}
+        words = [sys.executable, "-c", PROGRAM, tmp_path / ".jax_cache"]
+        done = subprocess.run(words, check=True, env=environment, capture_output=True, text=True)
+        hits, misses = map(int, done.stdout.split())
+        return hits, misses
+
+    hits, misses = run()
+    assert hits == 0 and misses >= 1
+    assert run() == (misses, 0)
+    for file in (tmp_path / ".jax_cache").glob("*-cache"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    assert run() == (0, misses)
+    assert run() == (misses, 0)
