@@ -113,7 +113,7 @@ GAMES = (
     "checkpoint={every: 40, keep: 2}",
     "metrics={peak_flops: 1e9, tensorboard: false}",
     "mesh.samplers=2",
-    "env={program_timeout_s: 5, program_idle_s: 5}",
+    "env={program_timeout_s: 10, program_idle_s: 10}",
     "faults.env_timeout_s=30",
 )
 JOBS: dict[str, tuple[Path, tuple[str, ...]]] = {
