@@ -20,9 +20,9 @@ def test_a_run_that_is_killed_and_stopped_at_random_trains_on_everything_once(
     """benchmarks/chaos.py judges: exit codes, steps, ledger, processes left over, and the weights
     of an undisturbed run."""
     file = tmp_path / "rows.json"
-    command = [sys.executable, BENCHMARKS / "chaos.py", "--jobs", job, "--kills", "3"]
+    command = [sys.executable, str(BENCHMARKS / "chaos.py"), "--jobs", job, "--kills", "3"]
     done = subprocess.run(
-        [*command, "--stop-s", "3", "--seed", "5", "--json", file, "--keep", tmp_path / "runs"],
+        [*command, "--stop-s", "3", "--seed", "5", "--json", str(file), "--keep", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=580,
