@@ -160,13 +160,13 @@ def main() -> None:
         if args.job == "served":
             stack.enter_context(server_that_dies(random.Random(args.seed)))
         config = configuration(args.job, folder)
-        watch = Watch(minutes * 60, args.curves)
+        root = Path(folder) / "soak"
+        watch = Watch(root / "metrics.jsonl", minutes * 60, args.curves)
         watch.start()
         broken = [FAULTS[name](hit) for name, hit in hits.items()]
         with injected(*broken), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             loop.train(config)
         watch.join()
-        root = Path(folder) / "soak"
         lines = read_lines(root / "metrics.jsonl")
         found = audit_run(root)
     struck = ", ".join(f"{len(hit.at)} x {name}" for name, hit in hits.items()) or "no faults"
@@ -246,14 +246,23 @@ def configuration(job: str, folder: str) -> Config:
 class Watch(threading.Thread):
     """Reads the resources until the time is over, then asks the run to stop."""
 
-    def __init__(self, seconds: float, curves: str | None = None) -> None:
-        """curves: a file for the means of each minute."""
+    def __init__(self, metrics: Path, seconds: float, curves: str | None = None) -> None:
+        """Prepare to read.
+
+        Args:
+            metrics: the run's; the time counts from its first line, programs are compiled before.
+            seconds: of the run.
+            curves: a file for the means of each minute.
+        """
         super().__init__(daemon=True)
+        self._metrics = metrics
         self._seconds, self._curves = seconds, None if curves is None else Path(curves)
         self._names: tuple[str, ...] = ()
         self._values = array("d")  # one block of memory: the readings must not be what grows
 
     def run(self) -> None:
+        while not read_lines(self._metrics):
+            time.sleep(0.2)
         start = time.monotonic()
         while (now := time.monotonic() - start) < self._seconds:
             found = {"seconds": now, **resources()}
@@ -355,12 +364,15 @@ def allocated() -> dict[str, float]:
 
 def slope(name: str, hours: np.ndarray, values: np.ndarray) -> Row:
     """Fit a line through the means of PARTS equal parts."""
-    x = np.array([part.mean() for part in np.array_split(hours, PARTS)])
-    y = np.array([part.mean() for part in np.array_split(values, PARTS)])
+    parts = min(PARTS, len(values))
+    if parts < 3:
+        sys.exit(f"{len(values)} readings say nothing of a slope: run it for longer (--minutes)")
+    x = np.array([part.mean() for part in np.array_split(hours, parts)])
+    y = np.array([part.mean() for part in np.array_split(values, parts)])
     dx = x - x.mean()
     per_hour = float((dx * y).sum() / (dx**2).sum())
     rest = y - y.mean() - per_hour * dx
-    error = float(np.sqrt((rest**2).sum() / (PARTS - 2) / (dx**2).sum()))
+    error = float(np.sqrt((rest**2).sum() / (parts - 2) / (dx**2).sum()))
     low, high = per_hour - T_95 * error, per_hour + T_95 * error
     return {
         "resource": name,
