@@ -216,7 +216,8 @@ def server_that_dies(rng: random.Random) -> Iterator[None]:
 
     def keep() -> None:
         while not over.is_set():
-            with subprocess.Popen([sys.executable, MISBEHAVING, "serve", str(port)]) as process:
+            command = [sys.executable, MISBEHAVING, "serve", str(port)]
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
                 over.wait(SOONEST_S + rng.expovariate(1 / MEAN_S))
                 process.kill()
             over.wait(rng.uniform(0.0, AWAY_S))
