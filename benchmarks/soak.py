@@ -216,7 +216,7 @@ def server_that_dies(rng: random.Random) -> Iterator[None]:
 
     def keep() -> None:
         while not over.is_set():
-            command = [sys.executable, MISBEHAVING, "serve", str(port)]
+            command = [sys.executable, str(MISBEHAVING), "serve", str(port)]
             with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
                 over.wait(SOONEST_S + rng.expovariate(1 / MEAN_S))
                 process.kill()
