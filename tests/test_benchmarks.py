@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     "name",
     [
         "weight_transfer", "generate", "train_step", "shared_prefixes", "end_to_end", "limits",
-        "swap", "checkpoint", "chaos", "faults", "soak", "simulate", "wire",
+        "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
         "weight_transfer --remote", "samplers_at_scale", "sleeping_tools",
         "lora", "adapters", "asynchrony", "host_work",
         pytest.param("real_model", marks=pytest.mark.skipif(
@@ -48,9 +48,8 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     if name in ("limits", "swap", "faults", "soak", "simulate", "samplers_at_scale"):
         return
     if name == "chaos":
-        (row,) = result["rows"]
-        assert row["same_metrics"] and row["same_weights"] and row["kills"] == 1
-        assert row["audit_problems"] == 0
+        assert [row["failures"] for row in result["rows"]] == ["none"] * 2
+        assert [row["kills"] for row in result["rows"]] == [1, 1]
         return
     for row in result["rows"]:
         timed = [v for k, v in row.items() if k.startswith(("median_", "least_", "most_"))]

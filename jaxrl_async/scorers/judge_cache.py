@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 Scores = tuple[tuple[float, ...], ...]
 """One row for each answer of a question, one number from 0 to 1 for each criterion."""
-MOST_KEPT = 500_000
-"""Most questions that are remembered; the oldest are forgotten."""
+MOST_KEPT = 100_000
+"""Most questions that are remembered, about 40 MB; the oldest are forgotten."""
 
 
 def question_key(body: Mapping[str, Any]) -> str:

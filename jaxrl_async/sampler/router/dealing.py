@@ -32,8 +32,10 @@ REFILL = 4
 """A replica is dealt more once its room is a REFILLth of its places: not one by one."""
 REMEMBERED = 4096
 """Prefixes whose replica is remembered."""
-TALKS = 65536
-"""Conversations whose replica is remembered."""
+TALKS = 16
+"""Conversations whose replica is remembered, for each place of the replicas, and REMEMBERED at
+least. The oldest are forgotten: of requests of one turn, whose key never comes again, nobody says
+when they are over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Dealer:
         self._homes: OrderedDict[bytes, int] = OrderedDict()
         # by key: the seat, and the tokens of the prompt
         self._talks: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
+        self._most_talks = REMEMBERED
 
     def may_wait(self, job: RouterJob, at_work: Callable[[int], bool]) -> bool:
         """Return whether a job waits here for room in any replica.
@@ -143,6 +146,7 @@ class Dealer:
             candidates: Replicas at work, by their seats.
             kept: The seat that is kept for suspects.
         """
+        self._make_room(candidates)
         free = {c.seat: c for c in candidates if c.seat != kept and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
@@ -167,6 +171,7 @@ class Dealer:
             suspects_wait: Whether other jobs under suspicion wait already.
             together: Deal all jobs to one seat.
         """
+        self._make_room(candidates)
         suspects = [job for job in jobs if job.suspect]
         others = [job for job in jobs if not job.suspect]
         kept = suspects_seat(candidates, suspects_wait or bool(suspects))
@@ -182,6 +187,11 @@ class Dealer:
         for group in [others] if together and others else self._groups(others):
             self._place(group, free, deal.shares)
         return deal
+
+    def _make_room(self, candidates: Sequence[Candidate]) -> None:
+        """Remember as many conversations as the places need."""
+        places = sum(c.places for c in candidates)
+        self._most_talks = max(self._most_talks, TALKS * places)
 
     def _place(
         self,
@@ -212,7 +222,7 @@ class Dealer:
         for request in (job.request for job in group):
             if request.key is not None:
                 talk = seats[index], len(request.token_ids)
-                _remember(self._talks, request.key, talk, TALKS)
+                _remember(self._talks, request.key, talk, self._most_talks)
         return seats[index]
 
     def _recorded_seat(self, job: RouterJob) -> int | None:

@@ -50,6 +50,29 @@ def test_a_prefix_returns_to_its_seat_until_too_many_others_came() -> None:
     assert list(dealer.deal([prompt], seats(0, 1)).shares) == [0], "forgotten"
 
 
+def turn(talk: int, length: int) -> RouterJob:
+    tokens = np.full(length, talk, np.int32)
+    request = Request(request_id=f"t{talk}", token_ids=tokens, max_new_tokens=4, key=(talk, 0))
+    return job_for_thread(request)
+
+
+def test_conversations_are_remembered_by_the_places_that_there_are() -> None:
+    """4,096 at least, else 16 for each place: one-turn requests do not fill memory for good."""
+
+    def remembered(dealer: Dealer, there: list[Candidate]) -> list[int]:
+        for talk in range(10_000):
+            dealer.deal([turn(talk, 40)], there)
+        return [t for t in range(10_000) if not dealer.may_wait(turn(t, 50), lambda seat: True)]
+
+    assert remembered(Dealer(), seats(0, 0)) == list(range(10_000 - 4096, 10_000))
+    large = [Candidate(seat=i, in_flight=0, places=256) for i in range(2)]
+    dealer = Dealer()
+    assert remembered(dealer, large) == list(range(10_000 - 16 * 512, 10_000))
+    few = [replace(large[0], in_flight=1)]
+    dealer.deal([turn(20_000, 40)], few)
+    assert not dealer.may_wait(turn(9_000, 50), lambda seat: True), "one left for a while"
+
+
 def test_a_seat_is_avoided_while_there_is_another_and_a_recorded_one_is_taken() -> None:
     assert list(Dealer().deal([job(5, avoid=0)], seats(0, 3)).shares) == [1]
     assert list(Dealer().deal([job(5, avoid=0)], seats(0)).shares) == [0]
