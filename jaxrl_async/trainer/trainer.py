@@ -308,7 +308,8 @@ class Trainer:
             if under_way:
                 self._saved_version = self.version
             then = "another is under way" if under_way else "the next is tried when it is due"
-            log.error("%s The run continues; %s.", error, then)
+            if self._failed_saves == 1:  # those that follow it are counted, and the last one raises
+                log.error("%s The run continues; %s.", error, then)
         else:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start

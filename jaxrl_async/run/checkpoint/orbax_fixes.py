@@ -50,6 +50,7 @@ def mend_orbax() -> None:
     repeats each error with every traceback, is silenced, too. A second call does nothing.
     """
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
+    _hush_late_work()
     try:
         orbax: Any = importlib.import_module(ORBAX_WRITES)
         real, _ = orbax.ts, orbax.get_tensorstore_raw_bytes
@@ -61,7 +62,7 @@ def mend_orbax() -> None:
         orbax.get_tensorstore_raw_bytes = lambda direction=None: 0
 
 
-def hush_late_work() -> None:
+def _hush_late_work() -> None:
     """Keep what a failed save or restore leaves running from printing tracebacks.
 
     Orbax closes its event loop at the first read or write that fails; those that end later cannot

@@ -10,6 +10,7 @@ older ones removed: a run that is killed, or loses power, at any moment leaves o
 import functools
 import logging
 import math
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
-from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, hush_late_work, mend_orbax
+from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
 from jaxrl_async.run.checkpoint.seal import (
     CHECKSUMS,
     UNNAMED,
@@ -170,7 +171,6 @@ class Checkpoints:
                 seal(self._unnamed(step))
                 give_name(self._unnamed(step), folder)
         except Exception:
-            hush_late_work()
             if not jax.process_index():
                 sweep_until_gone(self.directory, str(step))
             raise
@@ -248,7 +248,6 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:
-                hush_late_work()
                 failures.append((candidate, error))
                 log.warning(
                     "checkpoint %s cannot be read (%s); trying another one",
@@ -343,7 +342,8 @@ class Checkpoints:
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            "Check whether the disk is full and the folder writable; earlier ones are untouched."
+            f"Check whether the disk is full{_free(self.directory)} and the folder writable; "
+            "earlier ones are untouched."
         )
 
 
@@ -497,6 +497,14 @@ def _on_host(tree: Any) -> Any:
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _free(folder: Path) -> str:
+    """Return how much is free on the disk of a folder, in brackets; "" if that is unknown."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 1e6:.0f} MB are free)"
+    except OSError:
+        return ""
 
 
 def _root_cause(error: BaseException) -> str:
