@@ -2,8 +2,8 @@
 
 Every group was admitted once and has one fate: trained on, once or as often as buffer.reuse says,
 dropped for a reason, or still active at the end. No token was older than max_staleness, every step
-had its groups, and metrics.jsonl has the same steps. Exit code 0: all of this holds; 1: something
-does not; 2: there is no run to audit.
+had its groups, metrics.jsonl has the same steps, and both reach the newest checkpoint. Exit code 0:
+all of this holds; 1: something does not; 2: there is no run to audit.
 """
 
 import sys
@@ -18,6 +18,7 @@ import yaml
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run.checkpoint.seal import is_sealed, saved_steps
 
 USAGE = "usage: jaxrl-async audit RUN"
 SHOWN = 20
@@ -197,15 +198,21 @@ def audit_run(folder: Path) -> Audit:
     lines = [x for x in read_lines(folder / "ledger.jsonl") if "fate" in x]
     result = audit(lines, rules)
     reported = {line["step"] for line in read_lines(folder / "metrics.jsonl")}
-    made = set(range(result.steps + 1))
+    made, last = set(range(result.steps + 1)), max(reported, default=0)
+    problems = list(result.problems)
     # The ledger may have one step more than the metrics: the one in which the run was killed.
-    if made - {result.steps} <= reported <= made:
-        return result
-    problem = (
-        f"metrics.jsonl has {len(reported)} steps up to {max(reported, default=0)}, the ledger "
-        f"{result.steps}"
-    )
-    return replace(result, problems=(*result.problems, problem))
+    if not made - {result.steps} <= reported <= made:
+        problems.append(
+            f"metrics.jsonl has {len(reported)} steps up to {last}, the ledger {result.steps}"
+        )
+    checkpoints = folder / "checkpoints"
+    sealed = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
+    if (newest := max(sealed, default=0)) > min(result.steps, last):
+        problems.append(
+            f"lines are missing: the newest checkpoint is of step {newest}, ledger.jsonl ends at "
+            f"step {result.steps}, metrics.jsonl at {last}"
+        )
+    return replace(result, problems=tuple(problems))
 
 
 def audit_report(result: Audit) -> str:

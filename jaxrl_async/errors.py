@@ -67,6 +67,10 @@ class EarlierSaveError(CheckpointError):
     """The previous checkpoint could not be written; the requested one is being written."""
 
 
+class FolderLost(JaxrlError, RuntimeError):
+    """A run's folder was removed, moved or replaced while the run wrote into it."""
+
+
 class MeshError(JaxrlError, ValueError):
     """The requested mesh does not fit the available devices."""
 
@@ -159,6 +163,10 @@ class Stopped(JaxrlError, InterruptedError):
 
 class RunsFailed(JaxrlError, RuntimeError):
     """Of several adapters that learnt in one run one or more failed; the message says which."""
+
+
+class ProcessEndRefused(JaxrlError, RuntimeError):
+    """A function of the user's wanted to end the process while a run was training in it."""
 
 
 class MissingExtraError(JaxrlError, ImportError):

@@ -27,7 +27,16 @@ LEARNING_METRICS: tuple[Metric, ...] = (
             "updates",
             "Mini-batches left out: the step has fewer sequences than algorithm.minibatches.",
         ),
-        ("train/skipped", "steps", "1 if loss or gradient was not finite: no update."),
+        (
+            "train/skipped",
+            "steps",
+            "1 if the loss or the gradient was not finite, or the new weights blew up: no update.",
+        ),
+        (
+            "train/blown_up",
+            "steps",
+            "1 if the new weights were beyond all measure, or gave NaN: lower the learning rate.",
+        ),
         (
             "train/tokens",
             "tokens",
@@ -98,7 +107,12 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     *declared(
         Sum,
         ("critic/tokens", "tokens", "Tokens whose value was learnt."),
-        ("critic/skipped", "steps", "1 if the critic's loss or gradient was not finite."),
+        (
+            "critic/skipped",
+            "steps",
+            "1 if the critic's loss or gradient was not finite, or its new weights blew up.",
+        ),
+        ("critic/blown_up", "steps", "1 if the critic's new weights blew up."),
         ("critic/warming", "steps", "1 if only the critic learnt in this step."),
     ),
     *declared(

@@ -4,7 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,12 @@ from pathlib import Path
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
-from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.recorder import WARM_START
+from jaxrl_async.errors import ConfigError, FolderLost
+from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
+from jaxrl_async.run.file_names import free_name, is_inside
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +239,52 @@ def _clear(folder: Path, before: set[Path]) -> None:
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
+LOCK = "lock"
+"""Name of the file that the process which trains a run holds open and locked."""
+
+
+class FolderWatch:
+    """Whether the files that a run holds open still lie in its folder; used in the process that
+    holds the lock, by one thread at a time."""
+
+    def __init__(
+        self, root: Path, appended: Sequence[str] = (METRICS_FILE, "ledger.jsonl")
+    ) -> None:
+        """Remember the lock of the run in this folder. appended: names of files that the run
+        appends to, all opened before the first `check`."""
+        self._root, self._known = root, dict[Path, tuple[int, int]]()
+        self._appended = appended
+        self._look_at((LOCK,))
+
+    def check(self) -> None:
+        """Raise FolderLost if the folder, or a file that the run appends to, is gone or another."""
+        for path, known in self._known.items():
+            if _identity(path) != known:
+                raise FolderLost(
+                    f"{path} is not the file that this run writes any more: {self._root} was "
+                    "removed, moved or replaced while the run was training. Nothing more is "
+                    "written there. Put the folder back, if it was moved, and continue with "
+                    "--resume; or start again with a run.dir that nothing cleans up."
+                )
+        self._look_at(self._appended)
+
+    def _look_at(self, names: Iterable[str]) -> None:
+        """Remember these files, if they are there: the run holds them open until it ends, so their
+        numbers go to no other file."""
+        for path in (self._root / name for name in names):
+            if path not in self._known and (known := _identity(path)) is not None:
+                self._known[path] = known
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and the inode of a file; None: there is none."""
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return facts.st_dev, facts.st_ino
+
+
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Lock this folder while a run begins in it, if its file system can lock a folder."""
@@ -253,7 +300,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder, also if it is moved. Raises ConfigError if another process has locked it."""
-    with (folder / "lock").open("a") as file:
+    with (folder / LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -266,11 +313,6 @@ def _locked(folder: Path) -> Iterator[None]:
                 "%s cannot be locked (%s): make sure that no other run uses it", file.name, error
             )
         yield
-
-
-def is_inside(root: Path, path: Path) -> bool:
-    """Return whether a path is in `root` once all links are followed; `root` may be one itself."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 WANDB = "wandb"
@@ -297,14 +339,6 @@ def move_aside(root: Path) -> Path:
     ConfigError if another process trains in it."""
     with _locked(root):
         return root.rename(free_name(root))
-
-
-def free_name(path: Path) -> Path:
-    """Return the first of path.1, path.2, ... that does not exist."""
-    number = 1
-    while os.path.lexists(path.with_name(f"{path.name}.{number}")):
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
 
 
 def holds_something(path: Path) -> bool:

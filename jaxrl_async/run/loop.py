@@ -50,6 +50,7 @@ from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
+from jaxrl_async.run.exits import no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import folders
@@ -92,6 +93,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         check_trackers(one.metrics)
     paths = Paths(Path(config.run.dir) / config.run.name)
     with ExitStack() as closing:
+        closing.enter_context(no_end_by_others())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
         copy = closing.enter_context(RunCopy())  # ends late: it brings the trace there, too

@@ -38,6 +38,7 @@ from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import span
+from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.model.frozen_base import merged_by_layer
 from jaxrl_async.model.heads import HEAD, save_head, warn_of_readers, with_head
 from jaxrl_async.model.lora import merged
@@ -66,7 +67,7 @@ from jaxrl_async.run.checkpoint.store import (
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
 from jaxrl_async.run.next_examples import Ahead
-from jaxrl_async.run.outlets import MetricsWriter, make_recorder
+from jaxrl_async.run.outlets import MetricsWriter, make_recorder, warn_of
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
@@ -163,7 +164,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         if warmed:
             recorder.log(0, warmed)
         asked = lockstep.agreed_stop(stop)
-        outlet = functools.partial(_report, recorder, console)
+        outlet = functools.partial(_report, recorder, console, Symptoms())
         work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
         closing.callback(work.close)
         with only_new_garbage():
@@ -452,8 +453,14 @@ def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[st
 
 
 def _report(
-    recorder: MetricsWriter, console: Console, version: int, values: Mapping[str, float]
+    recorder: MetricsWriter,
+    console: Console,
+    symptoms: Symptoms,
+    version: int,
+    values: Mapping[str, float],
 ) -> None:
     recorder.log(version, values)
+    if recorder.writes:
+        warn_of(symptoms, values)
     console.phase("training")
     console.step(version, values)

@@ -22,6 +22,7 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.metrics.tracker_kinds import make_trackers
 from jaxrl_async.metrics.trackers import (
     TrackedRun,
@@ -153,6 +154,7 @@ class StepReporter:
     lockstep: Lockstep
     opponents: Seated
     sights: Callable[[], Sequence[TokenSight]] = tuple  # of the step that is reported
+    symptoms: Symptoms = field(default_factory=Symptoms)
 
     def report(
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
@@ -171,6 +173,7 @@ class StepReporter:
         if not self.recorder.writes:
             return lambda more: None
         self.recorder.log(version, values)
+        warn_of(self.symptoms, values)
         if groups and self.samples_every and version % self.samples_every == 0:
             self.recorder.samples(version, self._samples(groups[:SHOWN_GROUPS]))
         return partial(self._finish, version, values)
@@ -200,6 +203,12 @@ class StepReporter:
         if lockstep.players == 1 or not measures:
             return measures
         return combined_measures(lockstep.gather_json(measures))
+
+
+def warn_of(symptoms: Symptoms, values: Mapping[str, float]) -> None:
+    """Log what an update's metrics say of a run that learns nothing."""
+    for warning in symptoms.warnings(values):
+        log.warning("%s", warning)
 
 
 def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict[str, float]:

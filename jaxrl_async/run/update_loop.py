@@ -10,6 +10,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import TrainingError
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.run.lockstep import StopRequests
+from jaxrl_async.trainer.trainer import lost
 
 
 class Work(Protocol):
@@ -50,7 +51,7 @@ def make_updates(
             with span("update", number=work.made + 1):
                 report = work.step()
             skipped = skipped + 1 if report["train/skipped"] else 0
-            stop_if_lost(skipped, config)
+            stop_if_lost(skipped, config, blown_up=bool(report.get("train/blown_up")))
             if every and work.made % every == 0:
                 with span("save"):
                     work.save()
@@ -65,11 +66,10 @@ def make_updates(
                 work.save()
 
 
-def stop_if_lost(skipped: int, config: Config) -> None:
-    """Raise TrainingError after trainer.max_skipped_steps steps in a row that were not finite."""
+def stop_if_lost(skipped: int, config: Config, *, blown_up: bool = False) -> None:
+    """Raise TrainingError after trainer.max_skipped_steps steps in a row that were skipped.
+
+    blown_up: the last one was, because of the weights that it would have made.
+    """
     if skipped >= config.trainer.max_skipped_steps:
-        raise TrainingError(
-            f"{skipped} steps in a row had a non-finite loss or gradient; the weights from before "
-            "them are kept and saved. Lower algorithm.learning_rate (of the warm start: "
-            "warm_start.learning_rate) or trainer.max_grad_norm."
-        )
+        raise TrainingError(lost(skipped, blown_up=blown_up))

@@ -169,7 +169,7 @@ def warm_start(
 
     with ExitStack() as open_:
         checkpoints = open_.enter_context(
-            Checkpoints(own.checkpoints, 1, verify=config.checkpoint.verify)
+            Checkpoints(own.checkpoints, 1, verify=config.checkpoint.verify, run=paths)
         )
         work = WarmUpdates(config, step, pairs, params, checkpoints, outlet)
         open_.enter_context(closing(work))

@@ -153,11 +153,18 @@ class ProbeJudge:
         compared: whether every array has the checksum of what was sent.
         """
         found = difference(self.probe, sampler, trainer)
-        if not np.isfinite(found.largest):
-            side = "trainer's" if np.isfinite(sampler).all() else "sampler's"
+        if not np.isfinite(trainer).all():
             raise WeightsError(
-                f"weights of version {version}: the {side} log-probs on the probe are not finite. "
-                f"{self._advice}"
+                f"weights of version {version}: the trainer's own log-probs on the probe are not "
+                "finite. These weights give NaN wherever they are: neither the transfer nor the "
+                "sampler is the cause. The run began with them (model.path), or a checkpoint that "
+                "it was resumed from has them: take another one, and lower "
+                "algorithm.learning_rate."
+            )
+        if not np.isfinite(found.largest):
+            raise WeightsError(
+                f"weights of version {version}: the sampler's log-probs on the probe are not "
+                f"finite. {self._advice}"
             )
         if found.is_fault and not (compared and self.probe.as_trained):
             raise WeightsError(

@@ -92,6 +92,7 @@ class Trainer:
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
         self._settings, self.version, self._skipped_in_row = settings, 0, 0
+        self._blown_up = False  # whether the last skipped step was one by its new weights
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._torn = False  # whether an update that failed has left weights of no version
         self._device_lock, self._turn, self._clock = device_lock, turn, clock
@@ -255,6 +256,7 @@ class Trainer:
         values |= drop_measures(draw.dropped, draw.cancelled, trained=len(draw.groups))
         values |= {**stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0
+        self._blown_up = bool(stats.get("train/blown_up"))
         self.version += 1
         return values
 
@@ -306,7 +308,8 @@ class Trainer:
             if under_way:
                 self._saved_version = self.version
             then = "another is under way" if under_way else "the next is tried when it is due"
-            log.error("%s The run continues; %s.", error, then)
+            if self._failed_saves == 1:  # those that follow it are counted, and the last one raises
+                log.error("%s The run continues; %s.", error, then)
         else:
             self._failed_saves, self._saved_version = 0, self.version
         self._save_s = self._clock() - start
@@ -322,12 +325,27 @@ class Trainer:
         if self._skipped_in_row >= self._settings.max_skipped_steps:
             self._complete_evaluation(self._clock())
             raise TrainingError(
-                f"{self._skipped_in_row} steps in a row had a non-finite loss or gradient (the "
-                "last made "
-                f"version {self.version}); the weights from before them are kept and saved. Lower "
-                "algorithm.learning_rate or trainer.max_grad_norm, or look at the rewards in "
-                "samples.jsonl."
+                lost(self._skipped_in_row, blown_up=self._blown_up)
+                + f" The last one made version {self.version}. Rewards are in samples.jsonl."
             )
+
+
+def lost(in_row: int, *, blown_up: bool) -> str:
+    """Say that so many steps in a row were skipped, and what to do.
+
+    blown_up: the last one was, because of the weights that it would have made.
+    """
+    kept = "the weights from before them are kept and saved."
+    rate = "algorithm.learning_rate (of a warm start: warm_start.learning_rate)"
+    if blown_up:
+        return (
+            f"{in_row} steps in a row were skipped: the last one would have made weights beyond "
+            f"all measure, or that give NaN; {kept} The learning rate is too high: lower {rate}."
+        )
+    return (
+        f"{in_row} steps in a row had a non-finite loss or gradient; {kept} Lower {rate} or "
+        "trainer.max_grad_norm."
+    )
 
 
 def _is_gone(params: Any) -> bool:

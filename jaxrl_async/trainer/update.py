@@ -2,16 +2,19 @@
 
     host      objective: micro_batches(data), context(data)
     device    accumulate(trainable, sum, micro, context, frozen) -> sum, totals    each micro-batch
-              apply(state, sum) -> state                                           once
+              apply(state, sum, frozen, probe) -> state                            once
 
 `accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once; `apply`
-alone donates the state, and starts once every gradient is there. If memory runs out before that, or
+alone donates the state, and starts once every gradient is there. It keeps the state as it was if
+the gradient is not finite, or if the weights that it makes have grown beyond all measure or say
+what is not finite of the probe (the data's first tokens): such weights are neither published nor
+saved. If memory runs out before that, or
 would on a CPU, the update starts again with half the rows in its largest micro-batch, and keeps
 that size.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -37,6 +40,7 @@ from jaxrl_async.mesh import (
     shardings,
     spans_processes,
 )
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import ModelSpec, Params, Weight
 from jaxrl_async.trainer.expert_balance import expert_balance, load_report
@@ -59,6 +63,11 @@ MAX_QUEUED = 4
 """Most programs queued on forced-host devices: their collectives can deadlock behind more."""
 
 
+PROBE_LENGTH = 16
+"""Tokens of the data that the weights are tried on before they replace those from before."""
+MOST_GROWTH = 1000.0
+"""By how much one update may multiply the global norm of the weights, plus 1; where weights are
+this much larger, squares overflow, and norms may hide it: they make zeros of what is infinite."""
 MOST_OF_FREE = 0.9
 """Share of the free memory of a CPU's machine that an update's program may take."""
 
@@ -145,6 +154,9 @@ class Objective(Protocol):
 
     def measures(self, trainable: Params, frozen: Frozen, micro: Any, context: Any) -> Totals:
         """Return a micro-batch's share of what is reported without learning; inside jit."""
+
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        """Return what the weights say of tokens: log-probs, values or scores; inside jit."""
 
     def report(self, data: Any, frozen: Frozen, passes: Passes) -> dict[str, float]:
         """Return what the host reports of an update on the data, beside the loss's totals."""
@@ -239,8 +251,9 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
 
-        A non-finite loss or gradient leaves the state as it was, and PREFIX/skipped is 1. The
-        report's keys are explained in metrics.metric.METRICS.
+        A non-finite loss or gradient leaves the state as it was, and PREFIX/skipped is 1; so do new
+        weights that blow up (`_apply_sum`), and PREFIX/blown_up is 1, too. The report's keys are
+        explained in metrics.metric.METRICS.
 
         Args:
             device_lock: held for each program until it has run, if a sampler shares the devices.
@@ -271,13 +284,23 @@ class Update(Generic[ObjectiveT]):
             except MemoryError as error:
                 self._halve(str(error))
         with device_lock:
-            state, applied = self.apply(state, sums, None if at is None else np.float32(at))
+            place = None if at is None else np.float32(at)
+            probed = NOTHING_FROZEN._replace(base=frozen.base)
+            state, applied = self.apply(state, sums, probed, probe_ids(micros[0]), place)
             host_totals, host_applied = jax.device_get((totals, applied))
+        if host_applied["blown_up"]:
+            log.warning(
+                "an update is skipped: with a learning rate of %.3g its weights (norm %.3g) would "
+                "be beyond all measure, or give numbers that are not finite. Lower "
+                "algorithm.learning_rate (of a warm start: warm_start.learning_rate).",
+                host_applied["learning_rate"],
+                host_applied["made_norm"],
+            )
         passes = Passes(sum(map(num_rows, micros)), len(micros))
         return state, {
             **summarize(host_totals),
             **load_report(host_totals, self.settings.balance),
-            **{f"{self.objective.prefix}/{k}": float(v) for k, v in host_applied.items()},
+            **{f"{self.objective.prefix}/{k}": float(host_applied[k]) for k in APPLIED},
             **({"faults/oom_retries": float(retries)} if retries else {}),
             **self.objective.report(data, frozen, passes),
         }
@@ -414,7 +437,12 @@ class Update(Generic[ObjectiveT]):
         state = shapes_on(state, self.state_shardings)
         return {
             "gradient": self._lowered_gradient(state.params, micro, context, frozen),
-            "update": self.apply.lower(state, self._shapes_of_sums()),
+            "update": self.apply.lower(
+                state,
+                self._shapes_of_sums(),
+                NOTHING_FROZEN._replace(base=frozen.base),
+                probe_ids(micro),
+            ),
         }
 
     def _lowered_gradient(self, params: Params, micro: Any, context: Any, frozen: Frozen) -> Any:
@@ -465,22 +493,43 @@ class Update(Generic[ObjectiveT]):
         return self.objective.measures(trainable, frozen, micro, context)
 
     def _apply_sum(
-        self, state: TrainState, sums: GradSum, at: Array | None = None
+        self,
+        state: TrainState,
+        sums: GradSum,
+        frozen: Frozen,
+        ids: Array,
+        at: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Make the optimizer's step if all is finite; else keep the state."""
+        """Make the optimizer's step if loss and gradient are finite, and the new weights are no
+        more than MOST_GROWTH times as large and say what is finite; else keep the state.
+
+        ids: [n] int32, what the weights are tried on.
+        """
         grad_norm = optax.tree.norm(sums.grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
         if self._opt_in_use is not None:
             state = state._replace(opt_state=jax.device_put(state.opt_state, self._opt_in_use))
         rate = jnp.float32(self._schedule(state.step if at is None else at))
         moved = self._moved(state, sums, rate)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
+        before, made = (optax.tree.norm(_float32(s.params)) for s in (state, moved))
+        said = self.objective.probe(moved.params, frozen, self._probe_rows(ids))
+        sound = jnp.isfinite(said).all() & (made <= MOST_GROWTH * (before + 1))
+        taken = finite & sound
+        kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved, state)
         return kept, {
             "grad_norm": grad_norm,
             "learning_rate": rate,
-            "param_norm": optax.tree.norm(_float32(kept.params)),
-            "skipped": 1 - finite.astype(jnp.int32),
+            "param_norm": jnp.where(taken, made, before),
+            "skipped": 1 - taken.astype(jnp.int32),
+            "blown_up": (finite & ~sound).astype(jnp.int32),
+            "made_norm": made,
         }
+
+    def _probe_rows(self, ids: Array) -> TokenRows:
+        """Return one sequence of these tokens for each device that rows are divided over."""
+        rows = jnp.tile(ids, (self.settings.num_row_shards, 1))
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
+        return TokenRows(rows, positions, jnp.ones_like(rows))
 
     def _fresh_opt(self, params: Params) -> Any:
         """Make the optimizer's state for weights of any type; masters are copies not rounded."""
@@ -525,6 +574,19 @@ def free_memory(mesh: Mesh) -> int | None:
         return int(host_memory()[1] * MOST_OF_FREE / max(1, len(mesh.local_devices)))
     except OSError:
         return None
+
+
+APPLIED = ("grad_norm", "learning_rate", "param_norm", "skipped", "blown_up")
+"""What `apply` reports."""
+
+
+def probe_ids(micro: Any) -> Any:
+    """Return the first tokens of a micro-batch, [n] int32, or their shape."""
+    ids = micro["token_ids"] if isinstance(micro, Mapping) else micro.token_ids
+    length = min(PROBE_LENGTH, ids.shape[1])
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((length,), ids.dtype)
+    return ids[0, :length]
 
 
 def num_rows(micro: Any) -> int:

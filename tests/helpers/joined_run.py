@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from orbax.checkpoint import v1
 
 from jaxrl_async.audit import audit_run
 from jaxrl_async.codec import loads
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState
-from jaxrl_async.run.checkpoint.store import LOOP, ROLLOUTS, Checkpoints
+from jaxrl_async.run.checkpoint.seal import saved_steps
+from jaxrl_async.run.checkpoint.store import LOOP, ROLLOUTS
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 90.0
@@ -156,13 +158,11 @@ class JoinedRun:
 
 def saved_rollouts(run: Path) -> tuple[int, dict[str, Any], RolloutsState]:
     """Return version, positions and rollouts of the newest checkpoint of a run that has ended."""
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        version = checkpoints.latest()
-        assert version is not None, "no checkpoint is complete"
-        metadata = checkpoints._orbax.checkpointables_metadata(version).metadata
-        rollouts = {"bytes": np.empty(metadata[ROLLOUTS]["bytes"].shape, np.uint8)}
-        asked = {LOOP: None, ROLLOUTS: rollouts}
-        items = checkpoints._orbax.load_checkpointables(version, asked)
+    version = max(saved_steps(run / "checkpoints"))
+    folder = run / "checkpoints" / str(version)
+    metadata = v1.checkpointables_metadata(folder).metadata
+    rollouts = {"bytes": np.empty(metadata[ROLLOUTS]["bytes"].shape, np.uint8)}
+    items = v1.load_checkpointables(folder, {LOOP: None, ROLLOUTS: rollouts})
     state = loads(np.asarray(items[ROLLOUTS]["bytes"]), ROLLOUT_KINDS)
     assert isinstance(state, RolloutsState)
     return version, items[LOOP], state

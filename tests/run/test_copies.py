@@ -21,7 +21,7 @@ from jaxrl_async.config.run_section import RunSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.checkpoint.store import CHECKSUMS, checksums, saved_steps
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, checksums, saved_steps
 from jaxrl_async.run.copies import thread
 from jaxrl_async.run.copies.mirror import FolderMirror, TakenOver
 from jaxrl_async.run.copies.place import OWNER, CopyPlace, open_place, whole_checkpoints

@@ -19,7 +19,7 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     policy_update,
 )
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.update import NOTHING_FROZEN, Update
+from jaxrl_async.trainer.update import NOTHING_FROZEN, Update, probe_ids
 
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
@@ -98,7 +98,7 @@ def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     context = step.objective.context(data)
     sums, _ = step._gradients(state, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
     found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
-    moved, _ = step.apply(state, sums)
+    moved, _ = step.apply(state, sums, NOTHING_FROZEN, probe_ids(micros[0]))
     return found | {"weights": jax.tree.map(np.array, moved.params)}
 
 

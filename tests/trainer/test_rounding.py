@@ -30,22 +30,26 @@ RATE, UPDATES = 1e-6, 60
 
 
 class Given:
-    """An objective whose gradient is its one micro-batch, whatever the weights are."""
+    """An objective whose gradient is its one micro-batch, whatever the weights are; and what these
+    say of a token is their first row."""
 
     spec, table, prefix, rows_are_independent = tiny_spec(8), TABLE, "train", True
 
     def micro_batches(self, data: Any, sizes: Any) -> Any:
-        return [data]
+        return [{"given": data, "token_ids": np.zeros((1, SHAPE[0]), np.int32)}]
 
     def context(self, data: Any) -> None:
         return None
 
     def loss(self, trainable: Any, frozen: Any, micro: Any, context: None) -> tuple[Any, Totals]:
-        loss = jnp.sum(trainable["w"].astype(jnp.float32) * micro[0])
+        loss = jnp.sum(trainable["w"].astype(jnp.float32) * micro["given"][0])
         return loss, Totals({"train/loss": loss}, {}, {}, {})
 
     def measures(self, *args: Any) -> Totals:
         return self.loss(*args)[1]
+
+    def probe(self, trainable: Any, *_: Any) -> Any:
+        return trainable["w"][0]
 
     def report(self, *_: Any) -> dict[str, float]:
         return {}

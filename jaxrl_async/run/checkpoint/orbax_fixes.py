@@ -1,9 +1,11 @@
-"""Fixes for host memory that threads, and orbax's checkpoints, would leak over a long run."""
+"""Fixes for orbax, and for host memory that threads and checkpoints leak over a long run."""
 
 import ctypes
 import importlib
 import logging
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 ORBAX_WRITES = "orbax.checkpoint._src.serialization.tensorstore_utils"
@@ -44,9 +46,11 @@ def mend_orbax() -> None:
     Each key and value that `to_json` and `experimental_collect_matching_metrics` return has one
     reference too many (seen in tensorstore 0.1.76 to 0.1.86). Orbax calls them once for each array
     and twice for each checkpoint: a checkpoint of 16 arrays leaked 30 KB. It needs neither result:
-    the first is what it has just passed in, the second goes into its log. A second call does
-    nothing.
+    the first is what it has just passed in, the second goes into its log. Orbax's own log, which
+    repeats each error with every traceback, is silenced, too. A second call does nothing.
     """
+    logging.getLogger("absl").addFilter(_is_not_of_orbax)
+    _hush_late_work()
     try:
         orbax: Any = importlib.import_module(ORBAX_WRITES)
         real, _ = orbax.ts, orbax.get_tensorstore_raw_bytes
@@ -56,6 +60,35 @@ def mend_orbax() -> None:
     if not isinstance(real, _Replaced):
         orbax.ts = _Replaced(real, KvStore=_Replaced(real.KvStore, Spec=_Spec))
         orbax.get_tensorstore_raw_bytes = lambda direction=None: 0
+
+
+def _hush_late_work() -> None:
+    """Keep what a failed save or restore leaves running from printing tracebacks.
+
+    Orbax closes its event loop at the first read or write that fails; those that end later cannot
+    report to it, and Python would print "Event loop is closed" for each, even at exit. A second
+    call does nothing.
+    """
+    before = sys.unraisablehook
+    if isinstance(before, _HushedHook):
+        return
+    sys.unraisablehook = _HushedHook(before)
+
+
+class _HushedHook:
+    """Python's hook for what cannot be raised, without what comes from orbax's closed loops."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        log.debug("late end of a failed save or restore") if late else self._before(unraisable)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Return whether a line of absl's log comes from another package: orbax raises what it logs."""
+    return "orbax" not in Path(record.pathname).parts
 
 
 class _Replaced:

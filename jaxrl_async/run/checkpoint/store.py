@@ -2,21 +2,17 @@
 
 One checkpoint is one folder, named by its version. It holds `state`, a pytree of device arrays;
 `loop`, a JSON object with the loop's positions and counts; and for rl `rollouts`, records as bytes
-(the replay buffer and running requests). Orbax writes into a temporary folder and renames it, so
-that a killed run leaves the earlier checkpoints readable. CHECKSUMS is added last, with the digest
-of every file: a checkpoint that was torn or changed later is not read.
+(the replay buffer and running requests). Orbax writes into a folder without a name; seal.py adds
+the digest of every file, has all of it written to the disk, and gives it its name. Only then are
+older ones removed: a run that is killed, or loses power, at any moment leaves one that is whole.
 """
 
-import contextlib
 import functools
-import hashlib
-import json
 import logging
 import math
 import shutil
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +31,24 @@ from jaxrl_async.errors import CheckpointError, EarlierSaveError
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
-from jaxrl_async.run.folder import Paths, is_inside
+from jaxrl_async.run.checkpoint.seal import (
+    CHECKSUMS,
+    UNNAMED,
+    check_files,
+    check_links,
+    forget_old,
+    give_name,
+    is_sealed,
+    saved_steps,
+    seal,
+    set_unreadable_aside,
+    sweep,
+    sweep_until_gone,
+    sync,
+)
+from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
-CHECKSUMS = "checksums.json"
-"""Digests of a checkpoint's files, by path; missing if the run was killed just before."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
@@ -70,31 +79,29 @@ class Saved:
 class Checkpoints:
     """The checkpoints in one folder. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, keep: int = 2, *, verify: bool = True) -> None:
-        """Remember the folder; its first use makes it and removes what a killed run half wrote.
+    def __init__(
+        self,
+        directory: Path,
+        keep: int = 2,
+        *,
+        verify: bool = True,
+        run: Paths | None = None,
+    ) -> None:
+        """Remember the folder; its first use removes what a killed run half wrote.
 
         Args:
             directory: the folder.
             keep: newest checkpoints that are kept.
             verify: compare checksums before a checkpoint is read.
+            run: whose checkpoints they are; a save fails if its folder was removed or replaced.
+                None: nobody's.
         """
         self.directory, self._keep, self._verify = directory.absolute(), keep, verify
-        self._opened: Any = None
+        self._run = run
+        self._watch = None if run is None else FolderWatch(run.root)
+        self._swept = False
         self._pending: Future[None] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    @property
-    def _orbax(self) -> Any:
-        """Orbax's checkpointer, opened on a swept folder: it would sweep in the background."""
-        if self._opened is None:
-            mend_orbax()
-            if not jax.process_index():
-                sweep(self.directory)
-            self._opened = v1.training.Checkpointer(
-                self.directory,
-                preservation_policy=v1.training.preservation_policies.LatestN(self._keep),
-            )
-        return self._opened
 
     def save(
         self,
@@ -109,7 +116,8 @@ class Checkpoints:
         The arrays are being copied to host memory when this returns, so they may be donated at
         once. All else is done on a thread of its own. (With several processes orbax begins here,
         since it talks to the others on the devices.) The save before is finished first; if it
-        failed, EarlierSaveError is raised once this one has started.
+        failed, EarlierSaveError is raised once this one has started. Raises FolderLost, and then
+        starts nothing.
 
         Args:
             step: the version.
@@ -118,8 +126,11 @@ class Checkpoints:
             rollouts: makes the bytes of the rollouts, on the other thread; None: there are none.
         """
         failure = self._outcome()
+        if self._watch is not None and not jax.process_index():
+            self._watch.check()
+        self._sweep()
         begin = functools.partial(
-            self._begin, self._orbax, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
+            self._begin, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
         )
         if jax.process_count() > 1:
             try:
@@ -134,7 +145,6 @@ class Checkpoints:
 
     def _begin(
         self,
-        orbax: Any,
         step: int,
         state: Any,
         loop: Mapping[str, Any],
@@ -143,38 +153,47 @@ class Checkpoints:
         items = {STATE: state, LOOP: loop}
         if rollouts is not None:
             items[ROLLOUTS] = {"bytes": rollouts()}
-        return orbax.save_checkpointables_async(step, items, force=True, overwrite=True)
+        return v1.save_checkpointables_async(self._unnamed(step), items, overwrite=True)
+
+    def _unnamed(self, step: int) -> Path:
+        """Return where a checkpoint is written before it has its name."""
+        return self.directory / f"{step}{UNNAMED}"
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
-        """Let orbax write, then add the checksums. Runs on a thread of its own."""
+        """Let orbax write, seal the checkpoint and give it its name; read it back, and remove those
+        that are not kept. Runs on a thread of its own."""
+        folder = self.directory / str(step)
         try:
             with ONE_SAVE:
                 begin().result()
+            if not jax.process_index():  # the first process does it for all
+                self._sync_records()
+                seal(self._unnamed(step))
+                give_name(self._unnamed(step), folder)
         except Exception:
-            self._forget(step)
+            if not jax.process_index():
+                sweep_until_gone(self.directory, str(step))
             raise
         give_back_memory()
-        if jax.process_index():  # the first process does it for all
+        if jax.process_index():
             return
-        folder = self.directory / str(step)
-        text = json.dumps(checksums(folder), indent=0)
-        fresh = folder / (CHECKSUMS + ".tmp")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(folder / CHECKSUMS)
-        self._forget_old()
+        check_files(folder)
+        forget_old(self.directory, step, self._keep)
 
-    def _forget_old(self) -> None:
-        """Remove old checkpoints that orbax left because a save failed: it does not try again."""
-        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
-        for step in steps[: -self._keep]:
-            shutil.rmtree(self.directory / str(step), ignore_errors=True)
+    def _sync_records(self) -> None:
+        """Have what the run has recorded so far written to the disk: a checkpoint that outlives a
+        power cut has its metrics and its ledger."""
+        if self._run is not None:
+            folder, root = self.directory.parent, self._run.root
+            sync([*(p for p in folder.iterdir() if p.is_file()), folder, root, root.parent])
 
-    def _forget(self, step: int) -> None:
-        """Remove what a failed save has written, and keep orbax from raising its error again."""
-        with contextlib.suppress(Exception):
-            self._orbax.wait()
-        if not jax.process_index():
-            sweep(self.directory, str(step))
+    def _sweep(self) -> None:
+        """Remove what a killed run half wrote, at the first use."""
+        if not self._swept:
+            self._swept = True
+            mend_orbax()
+            if not jax.process_index():
+                sweep(self.directory)
 
     def wait(self) -> None:
         """Block until the running save is on disk. Raises CheckpointError if it failed."""
@@ -192,19 +211,24 @@ class Checkpoints:
         return None if pending is None else pending.exception()
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps that have a complete checkpoint, oldest first."""
-        return tuple(int(c.step) for c in self._orbax.checkpoints)
+        """Return the steps that have a checkpoint, oldest first."""
+        self._sweep()
+        return tuple(saved_steps(self.directory))
 
     def latest(self) -> int | None:
-        """Return the newest step with a complete checkpoint; None: no step has one."""
+        """Return the newest step with a checkpoint; None: no step has one."""
         return max(self.steps(), default=None)
 
     def restore(self, step: int | None, abstract: Any) -> Saved:
-        """Read a checkpoint. One that cannot be read is passed over, with a warning, for the one
-        before it. Raises CheckpointError if none can be read, or if one does not fit `abstract`.
+        """Read the newest checkpoint whose files are those that were written.
+
+        One that cannot be read is passed over, with a warning, for the one before it, and renamed
+        once another was read. One without checksums is read only if none of those with checksums
+        can be, and logged as an error. Raises CheckpointError if none can be read, or if one does
+        not fit `abstract`.
 
         Args:
-            step: of the checkpoint; None: the newest.
+            step: of the newest checkpoint that is wanted; None: of any.
             abstract: a pytree of jax.ShapeDtypeStruct or arrays: shapes, dtypes and shardings.
         """
         self.wait()
@@ -215,39 +239,55 @@ class Checkpoints:
                 f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
                 "without --resume, or check run.dir and run.name."
             )
+        candidates.sort(key=lambda s: is_sealed(self.directory / str(s)), reverse=True)
         like = jax.tree.map(_abstract, abstract)
         failures: list[tuple[int, Exception]] = []
         for candidate in candidates:
             try:
-                return self._read(candidate, like)
+                saved = self._read(candidate, like)
             except CheckpointError:
                 raise
             except Exception as error:
-                _hush_late_reads()
                 failures.append((candidate, error))
                 log.warning(
-                    "checkpoint %s cannot be read (%s); trying the one before it",
+                    "checkpoint %s cannot be read (%s); trying another one",
                     self.directory / str(candidate),
                     _root_cause(error),
                 )
+            else:
+                self._pass_over([s for s in candidates if s > candidate])
+                return saved
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
             f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
             "start anew with run.overwrite=true (the old run is moved aside)."
         ) from failures[0][1]
 
+    def _pass_over(self, steps: Sequence[int]) -> None:
+        """Rename checkpoints newer than the one that the run continues from."""
+        if jax.process_index():
+            return
+        for folder in (self.directory / str(step) for step in steps):
+            why = "cannot be read" if is_sealed(folder) else f"has no {CHECKSUMS}"
+            try:
+                aside = set_unreadable_aside(folder)
+            except OSError as error:
+                log.warning("%s %s, and cannot be renamed: %s", folder, why, error)
+            else:
+                log.warning(
+                    "%s %s: the run continues from an earlier checkpoint, and this one is "
+                    "renamed to %s",
+                    folder,
+                    why,
+                    aside.name,
+                )
+
     def close(self) -> None:
-        """Finish the running save and close the folder. A second call does nothing."""
+        """Finish the running save. A second call does nothing."""
         try:
             self.wait()
         finally:
             self._finisher.shutdown()
-            opened, self._opened = self._opened, None
-            try:
-                if opened is not None:
-                    opened.close()
-            except Exception as error:
-                raise self._write_error(error) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -256,9 +296,19 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, like: Any) -> Saved:
-        if self._verify:
-            check_files(self.directory / str(step))
-        metadata = self._orbax.checkpointables_metadata(step).metadata
+        folder = self.directory / str(step)
+        if not is_sealed(folder):
+            log.error(
+                "%s has no %s: nothing shows that its files are those that were written. It is "
+                "read, since no checkpoint with right checksums is there. Compare what the run "
+                "does now with its metrics from before.",
+                folder,
+                CHECKSUMS,
+            )
+            check_links(folder)
+        elif self._verify:
+            check_files(folder)
+        metadata = v1.checkpointables_metadata(folder).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
         self._check_parts(step, _parts(saved), _parts(wanted))
         # Arrays that are saved and not wanted, or of another shape, are certainly another run's;
@@ -274,7 +324,7 @@ class Checkpoints:
         if ROLLOUTS in metadata:
             size = metadata[ROLLOUTS]["bytes"].shape
             asked[ROLLOUTS] = {"bytes": np.empty(size, np.uint8)}
-        items = self._orbax.load_checkpointables(step, asked)
+        items = v1.load_checkpointables(folder, asked)
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
 
@@ -292,21 +342,14 @@ class Checkpoints:
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            "Check whether the disk is full and the folder writable; earlier ones are untouched."
+            f"Check whether the disk is full{_free(self.directory)} and the folder writable; "
+            "earlier ones are untouched."
         )
 
 
 def open_checkpoints(section: CheckpointSection, paths: Paths) -> Checkpoints:
     """Open the checkpoints of a run; a warm start has its own."""
-    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify)
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, oldest first; the folder is not changed,
-    so a run may go on in it."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit())
+    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify, run=paths)
 
 
 def read_learnt(folder: Path, dtype: Any) -> Any:
@@ -323,7 +366,11 @@ def read_learnt(folder: Path, dtype: Any) -> Any:
     context = v1.Context()
     context.pytree.loading.partial_load = True
     try:
-        check_files(folder)
+        if is_sealed(folder):
+            check_files(folder)
+        else:
+            log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
+            check_links(folder)
         learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=device), learnt
@@ -347,42 +394,6 @@ def read_lora(folder: Path) -> LoraSection | None:
         raise CheckpointError(
             f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
         ) from error
-
-
-def sweep(directory: Path, step: str = "*") -> None:
-    """Remove what unfinished saves have left in a folder of checkpoints."""
-    for folder in directory.glob(f"{step}.*tmp*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a folder, by path relative to it."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
-    return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
-
-
-def check_files(folder: Path) -> None:
-    """Raise OSError if a file has changed since the checkpoint was written, or is a link out of
-    it."""
-    for path in folder.rglob("*"):
-        if not is_inside(folder, path):
-            raise OSError(f"{path} is a link out of the checkpoint")
-    try:
-        wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        log.warning("%s has no %s: the run was killed before it was written", folder, CHECKSUMS)
-        return
-    present = checksums(folder)
-    for name in sorted(wanted.keys() | (present.keys() - {CHECKSUMS + ".tmp"})):
-        if name not in present:
-            raise OSError(f"{folder / name} is missing")
-        if wanted.get(name) != present[name]:
-            raise OSError(f"{folder / name} is not what was written: its checksum differs")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
@@ -488,19 +499,12 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _hush_late_reads() -> None:
-    """Keep the reads that a failed restore leaves running from printing tracebacks.
-
-    Orbax closes its event loop at the first failed read; reads that end later cannot report to it,
-    and Python would print "Event loop is closed" for each, even at exit.
-    """
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
-        log.debug("late read of a failed restore") if late else before(unraisable)
-
-    sys.unraisablehook = hook
+def _free(folder: Path) -> str:
+    """Return how much is free on the disk of a folder, in brackets; "" if that is unknown."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 1e6:.0f} MB are free)"
+    except OSError:
+        return ""
 
 
 def _root_cause(error: BaseException) -> str:

@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxrl_async.errors import JaxrlError
-from jaxrl_async.run.checkpoint.store import CHECKSUMS, saved_steps
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, saved_steps
 from jaxrl_async.run.copies.place import (
     OF_CHECKPOINT,
     OWNER,
     CopyPlace,
     whole_checkpoints,
 )
-from jaxrl_async.run.folder import SIGNS, WANDB
+from jaxrl_async.run.folder import SIGNS, WANDB, FolderWatch
 from jaxrl_async.wire.address import JOIN_FILE
 
 STAGE = ".copying"
@@ -50,6 +50,7 @@ class FolderMirror:
             sign: of this process.
         """
         self._root, self._place, self._keep, self._sign = root, place, keep, sign
+        self._watch = FolderWatch(root, appended=())
         # What the copy holds: size and time here of what was sent; None: sent by another process.
         self._there: dict[str, tuple[int, int] | None] | None = None
 
@@ -58,8 +59,9 @@ class FolderMirror:
         return bool(self._fresh())
 
     def update(self) -> None:
-        """Bring the copy to where the folder is. Raises TakenOver, and what the file system does;
-        then the next call goes on where this one ended."""
+        """Bring the copy to where the folder is. Raises TakenOver, FolderLost, and what the file
+        system does; then the next call continues where this one ended."""
+        self._watch.check()
         self._check_owner()
         if self._there is None:
             self._there = dict.fromkeys(n for n in self._place.names() if n != OWNER)
@@ -68,6 +70,7 @@ class FolderMirror:
             self._send_files(there)
             for name, sign in staged.items():
                 self._send_checkpoint(name, sign, there)
+        self._watch.check()  # what is gone here is removed there: not if the whole folder is gone
         self._remove(name for name, sign in there.items() if self._is_gone(name, sign))
 
     def _check_owner(self) -> None:

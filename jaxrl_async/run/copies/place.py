@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxrl_async.data.addresses import PACKAGES
 from jaxrl_async.errors import ConfigError, in_a_line
-from jaxrl_async.run.checkpoint.store import CHECKSUMS
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS
 from jaxrl_async.run.folder import BEGINNINGS
 
 OWNER = "copy_owner.json"

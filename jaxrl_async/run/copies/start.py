@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.checkpoint.store import check_files
+from jaxrl_async.run.checkpoint.seal import check_files
 from jaxrl_async.run.copies.place import (
     OF_CHECKPOINT,
     OWNER,

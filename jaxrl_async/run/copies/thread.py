@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.config.schema import RunSection
-from jaxrl_async.errors import in_a_line
+from jaxrl_async.errors import FolderLost, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.prometheus import KeepsMetrics
 from jaxrl_async.run.copies.mirror import FolderMirror, TakenOver
@@ -40,7 +40,7 @@ class RunCopy:
         """Begin nothing."""
         self._address, self._root = "", Path()
         self._mirror: FolderMirror | None = None
-        self._is_lost = False  # whether another process writes the copy now
+        self._is_lost = False  # another process writes the copy now, or the folder is gone
         self._thread: threading.Thread | None = None
         self._ending, self._lock = threading.Event(), threading.Lock()
         self._failures, self._told, self._problem = 0, 0, ""
@@ -121,7 +121,7 @@ class RunCopy:
             with self._lock:
                 self._failures += 1
             self._problem = f"{type(error).__name__}: {in_a_line(error, 200)}"
-            self._is_lost = isinstance(error, TakenOver)
+            self._is_lost = isinstance(error, TakenOver | FolderLost)
             log.warning("the run is not copied to %s: %s", self._address, self._problem)
             return False
         self._problem = ""

@@ -94,6 +94,9 @@ class CriticObjective:
     ) -> Totals:
         return self.loss(trainable, frozen, micro, context)[1]
 
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        return token_values(self.spec, trainable, tokens, self.decoder)[0]
+
     def report(self, data: CriticData, frozen: Frozen, passes: Passes) -> dict[str, float]:
         explained = explained_variance(data.values, data.returns, data.batch.mask)
         return {} if np.isnan(explained) else {"critic/explained_variance": explained}

@@ -23,8 +23,10 @@ from jaxrl_async.algorithms.objective import (
     supervised_loss,
 )
 from jaxrl_async.config import schema
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.divergence import divergence_of
-from jaxrl_async.model.lora import trained_table
+from jaxrl_async.model.logprobs import token_logprobs
+from jaxrl_async.model.lora import joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -106,6 +108,11 @@ class PolicyObjective:
         return PolicyContext(
             np.int32(data.version), Coefficients(*(np.float32(c) for c in numbers))
         )
+
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        forward = self.forward
+        params = joined(forward.lora, frozen.base, trainable)
+        return token_logprobs(forward.spec, params, tokens, forward.decoder).logprobs
 
     def report(self, data: PolicyData, frozen: Frozen, passes: Passes) -> dict[str, float]:
         refers = frozen.reference is not None

@@ -96,6 +96,10 @@ class PreferenceObjective:
     ) -> Totals:
         return self.loss(trainable, frozen, micro, context)[1]
 
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        params = joined(self.lora, frozen.base, trainable)
+        return token_logprobs(self.spec, params, tokens, self.decoder).logprobs
+
     def report(self, data: PreferenceData, frozen: Frozen, passes: Passes) -> dict[str, float]:
         baseline = data.baseline
         known = {} if baseline is None else {"preference/kl_baseline": float(baseline)}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.objective import Totals
 from jaxrl_async.algorithms.preference_losses import bradley_terry, summed_pairs
-from jaxrl_async.model.decoder import DecoderSettings, TokenRows, token_states
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, TokenStates, token_states
 from jaxrl_async.model.heads import HEAD, final_scores, head_table
 from jaxrl_async.model.lora import Lora, adapter_table, joined
 from jaxrl_async.model.spec import ModelSpec, Params
@@ -59,10 +59,7 @@ class RewardObjective:
     def loss(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
     ) -> tuple[Array, Totals]:
-        params = joined(self.lora, frozen.base, trainable, frozen.noise)
-        tokens = TokenRows.of(micro)
-        states = token_states(self.spec, params, tokens, self.decoder)
-        scores = final_scores(states, params, tokens, self.decoder)
+        scores, states = self._scored(trainable, frozen, TokenRows.of(micro))
         lengths = answer_lengths(micro)
         each = bradley_terry(*answer_sums(scores, micro), margin=self.margin)
         loss, totals = summed_pairs(each, *lengths, context.weight)
@@ -72,6 +69,17 @@ class RewardObjective:
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: PairContext
     ) -> Totals:
         return self.loss(trainable, frozen, micro, context)[1]
+
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        return self._scored(trainable, frozen, tokens)[0]
+
+    def _scored(
+        self, trainable: Params, frozen: Frozen, tokens: TokenRows
+    ) -> tuple[Array, TokenStates]:
+        """Return the score of each row's sequences, and the states that it was made from."""
+        params = joined(self.lora, frozen.base, trainable, frozen.noise)
+        states = token_states(self.spec, params, tokens, self.decoder)
+        return final_scores(states, params, tokens, self.decoder), states
 
     def report(self, data: PreferenceBatch, frozen: Frozen, passes: Passes) -> dict[str, float]:
         return pair_measures(data)

@@ -96,6 +96,10 @@ class SupervisedObjective:
         }
         return totals._replace(means=totals.means | means)
 
+    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
+        params = joined(self.lora, frozen.base, trainable)
+        return token_logprobs(self.spec, params, tokens, self.decoder).logprobs
+
     def report(self, data: PackedBatch, frozen: Frozen, passes: Passes) -> dict[str, float]:
         packing = packing_measures(data, passes.rows, passes.number)
         flops = train_flops(self.spec, data, reference=False, lora=self.lora)

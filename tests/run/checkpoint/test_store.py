@@ -21,7 +21,6 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import HOST, in_memory
 from jaxrl_async.run.checkpoint.store import (
-    CHECKSUMS,
     SCHEMA,
     Checkpoints,
     Saved,
@@ -159,15 +158,6 @@ def test_one_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, caplog, it
     with Checkpoints(tmp_path / "c") as checkpoints, caplog.at_level(logging.WARNING):
         assert checkpoints.restore(None, make_state(0)).step == 1
     assert "checksum differs" in caplog.text and largest.name in caplog.text
-
-
-def test_a_checkpoint_that_was_killed_before_its_checksums_is_read_with_a_warning(tmp_path, caplog):
-    with Checkpoints(tmp_path / "c") as checkpoints:
-        save(checkpoints, 1)
-    (tmp_path / "c" / "1" / CHECKSUMS).unlink()
-    with Checkpoints(tmp_path / "c") as checkpoints, caplog.at_level(logging.WARNING):
-        assert checkpoints.restore(None, make_state(0)).step == 1
-    assert CHECKSUMS in caplog.text
 
 
 def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path):
@@ -344,22 +334,14 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
     same(saved.state, make_state(3))
 
 
-def test_an_error_that_orbax_tells_again_at_its_end_is_told_once_and_holds_up_nothing(
-    tmp_path, monkeypatch
-):
+def test_an_error_of_orbax_is_told_once(tmp_path, monkeypatch):
     checkpoints, full = Checkpoints(tmp_path / "c"), OSError("no space left")
 
     def fails(*args, **kwargs):
         raise full
 
-    close = v1.training.Checkpointer.close
-
-    def fails_again(checkpointer):
-        close(checkpointer)
-        raise full
-
-    monkeypatch.setattr(v1.training.Checkpointer, "save_checkpointables_async", fails)
-    monkeypatch.setattr(v1.training.Checkpointer, "close", fails_again)
+    monkeypatch.setattr(v1, "save_checkpointables_async", fails)
     save(checkpoints, 1)
     with pytest.raises(CheckpointError, match="written: OSError: no space left"):
         checkpoints.close()
+    checkpoints.close()

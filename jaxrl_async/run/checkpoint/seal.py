@@ -1,0 +1,165 @@
+"""Checksums of a checkpoint's files, and when a checkpoint may be trusted.
+
+    written below NAME.unnamed-tmp ──seal──> checksums in it, all of it on the disk ──name──> NAME
+        ──check_files──> read back ──> older ones may be removed
+
+A checkpoint gets its name in one step (rename), after its checksums are on the disk. One without
+checksums is therefore a damaged copy, or was made by version 0.3.0 or earlier, which added them
+after the name.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from jaxrl_async.run.file_names import free_name, is_inside
+
+CHECKSUMS = "checksums.json"
+"""Digests of a checkpoint's files, by path."""
+UNNAMED, REPLACED = ".unnamed-tmp", ".replaced-tmp"
+"""What the names of a checkpoint end with that is being written, and of one that is replaced."""
+UNREADABLE = ".unreadable"
+"""What the names of checkpoints end with that a resumed run has passed over."""
+SWEEPS, CLEAN_LOOKS, SWEEP_S = 50, 4, 0.05
+"""Most times that a failed save is swept, how often nothing must be there, seconds between two."""
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""What file systems say that cannot sync folders."""
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps that have a checkpoint, oldest first; the folder is not changed, so a run
+    may be training in it."""
+    if not directory.is_dir():
+        return []
+    named = [p for p in directory.iterdir() if p.name.isascii() and p.name.isdigit() and p.is_dir()]
+    return sorted(int(p.name) for p in named if p.name == str(int(p.name)))
+
+
+def is_sealed(folder: Path) -> bool:
+    """Return whether a checkpoint has checksums; whether they are right is for `check_files`."""
+    return (folder / CHECKSUMS).is_file()
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file in a folder, by path relative to it."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
+    return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
+
+
+def seal(folder: Path) -> None:
+    """Write the checksums of a folder's files into it, and return once all of it is on the disk.
+    Raises OSError."""
+    text = json.dumps(checksums(folder), indent=0)
+    (folder / CHECKSUMS).write_text(text, encoding="utf-8")
+    sync([*folder.rglob("*"), folder])
+
+
+def give_name(unnamed: Path, folder: Path) -> None:
+    """Give a sealed checkpoint its name; one that has it already is removed afterwards. The name is
+    on the disk when this returns. Raises OSError."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if os.path.lexists(folder):
+        folder.rename(replaced)
+    unnamed.rename(folder)
+    sync([folder.parent])
+    _remove(replaced)
+
+
+def sweep(directory: Path, step: str = "*") -> None:
+    """Remove what unfinished saves have left in a folder of checkpoints; one that was about to be
+    replaced gets its name back."""
+    for replaced in directory.glob(step + REPLACED):
+        folder = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if not os.path.lexists(folder):
+            replaced.rename(folder)
+    for left in directory.glob(f"{step}.*tmp*"):
+        _remove(left)
+
+
+def sweep_until_gone(directory: Path, step: str) -> None:
+    """Sweep what a failed save has left, again while threads of it still write there."""
+    clean = 0
+    for _ in range(SWEEPS):
+        clean = 0 if any(directory.glob(f"{step}.*tmp*")) else clean + 1
+        if clean == CLEAN_LOOKS:
+            return
+        sweep(directory, step)
+        time.sleep(SWEEP_S)
+
+
+def set_unreadable_aside(folder: Path) -> Path:
+    """Rename a checkpoint that a resumed run has passed over: no later start reads it, and the run
+    may save that step again. Return its new path. Raises OSError."""
+    return folder.rename(free_name(folder.with_name(folder.name + UNREADABLE)))
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Have the system write files and folders to the disk. Raises OSError where it cannot."""
+    for path in paths:
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            continue
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if not (path.is_dir() and error.errno in NO_FOLDER_SYNC):
+                raise
+        finally:
+            os.close(handle)
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError if the files of a checkpoint are not those that were written: one has changed,
+    is missing, was added or is a link out of it, or the checksums are missing."""
+    try:
+        wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise OSError(f"{folder} has no {CHECKSUMS}: nothing says what was written") from None
+    except (ValueError, RecursionError):
+        wanted = None
+    if not isinstance(wanted, dict):
+        raise OSError(f"{folder / CHECKSUMS} is not what was written")
+    check_links(folder)
+    present = checksums(folder)
+    for name in sorted(wanted.keys() | present.keys()):
+        if name not in present:
+            raise OSError(f"{folder / name} is missing")
+        if wanted.get(name) != present[name]:
+            raise OSError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def check_links(folder: Path) -> None:
+    """Raise OSError if a checkpoint has a link that leads out of it."""
+    for path in folder.rglob("*"):
+        if not is_inside(folder, path):
+            raise OSError(f"{path} is a link out of the checkpoint")
+
+
+def forget_old(directory: Path, newest: int, keep: int) -> None:
+    """Remove all sealed checkpoints up to `newest`, which was read back, but for the last `keep` of
+    them; and what has no checksums and is older than these."""
+    steps = [s for s in saved_steps(directory) if s <= newest]
+    kept = [s for s in steps if is_sealed(directory / str(s))][-keep:]
+    for step in steps:
+        if step < min(kept, default=0):
+            _remove(directory / str(step))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, as far as that is possible."""
+    if path.is_symlink() or path.is_file():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
