@@ -155,6 +155,7 @@ def served_policy(
         chat: which chat format; see data.chat_format.
     """
     tokenizer = load_tokenizer(folder)
+    tokenizer.max_tokens = section.max_length
     found = None
     if has_chat_format(tokenizer, chat):
         found = chat_format(tokenizer, folder, chat)

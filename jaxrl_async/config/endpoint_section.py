@@ -25,8 +25,9 @@ class EndpointSection(Section):
     """Most calls that are answered at once; others are told to come back (429)."""
     max_sessions: Count = 4096
     """Most sessions of programs that are open at once."""
-    max_body_mib: Positive = 16
-    """Longest body of a call, MiB."""
+    max_body_mib: Positive | None = None
+    """Longest body of a call, MiB. null: 1 MiB, and 128 bytes for each token of
+    sampler.max_length."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Longest time for one answer, seconds."""
     stall_s: float = Field(60.0, gt=0)

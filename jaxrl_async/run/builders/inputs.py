@@ -78,6 +78,7 @@ def check_inputs(
         pairs_loss(config.pairs.loss)
     task, faults = find_task(config), FaultCounts()
     tokenizer = make_tokenizer(config.data, config.model, task)
+    tokenizer.max_tokens = config.longest_text
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     tokenizer.images = image_store(config, spec, tokenizer)
