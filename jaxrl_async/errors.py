@@ -125,7 +125,7 @@ class Closed(JaxrlError, RuntimeError):
 
 
 class Preempted(JaxrlError, InterruptedError):
-    """SIGTERM ended the run; everything is saved, and the run can be resumed."""
+    """SIGTERM or SIGHUP ended the run; everything is saved, and the run can be resumed."""
 
 
 class Stopped(JaxrlError, InterruptedError):

@@ -129,7 +129,7 @@ class EndpointApp:
         await handler(exchange, value)
 
     async def _aside(self, exchange: HttpExchange, work: Callable[[U], T], given: U) -> T:
-        """Do the work of a long body beside the event loop."""
+        """Do work, in a thread if the body is a long one."""
         if not exchange.is_long:
             return work(given)
         return await self._desk.aside(lambda: work(given), is_long=True)

@@ -47,8 +47,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LONG_BODY = 2**16
-"""Bodies with more bytes are read beside the event loop, and their texts by a thread of their
-own."""
+"""Bodies with more bytes are parsed by a thread of their own, which tokenizes their texts, too."""
 SHORT_THREADS = 2
 """Threads for texts of other calls. A tokenizer serves one at a time."""
 BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
@@ -351,7 +350,7 @@ class Desk:
             raise refused from None
 
     async def aside(self, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """Do work that takes a while beside the event loop; it is dropped if the call ends before
+        """Do work that takes a while in a thread; it is dropped if the call ends before
         it begins. is_long: of a long body, behind which no other call waits.
 
         Raises CallRefused for what a chat format cannot hold, and TextTooLong.

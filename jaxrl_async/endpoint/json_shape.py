@@ -13,7 +13,7 @@ MAX_DEPTH = 64
 MAX_PARTS = 2**18
 """Most lists, objects and fields of objects in a body."""
 PIECE = 2**16
-"""Bytes that are looked at at once."""
+"""Bytes of a piece that is counted."""
 QUOTE, COLON, OPEN, CLOSE = ord('"'), ord(":"), b"[{", b"]}"
 
 

@@ -142,7 +142,7 @@ def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
-    file.write((encode(record) + "\n").encode())
+    file.write((encode(record) + "\n").encode("utf-8", "replace"))
     file.flush()
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
 ASIDE_CHARS = 2**16
-"""Longer messages, characters, are tokenized beside the event loop of all episodes."""
+"""Longer messages, characters, are tokenized in a thread, and not on the event loop of all episodes."""
 TELL_EACH = 100
 """Every which cut reply is logged."""
 KEPT_OPENINGS = 256
@@ -125,7 +125,7 @@ class ChatEnvs:
         return NO_REPLY, opening
 
     async def tokens(self, work: Callable[[], T], messages: Sequence[Message]) -> T:
-        """Do the work that makes messages tokens; of long ones beside the event loop."""
+        """Do the work that makes messages tokens; of long ones in a thread."""
         if chars_of(messages) <= ASIDE_CHARS:
             return work()
         return await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""JSON that any browser reads, of whatever lines of a run's files hold. Pure."""
+"""JSON that any browser reads, of the lines of a run's files. Pure."""
 
 import json
 from collections.abc import Mapping
