@@ -77,7 +77,8 @@ class CheckpointSection(Section):
     previous checkpoint is used."""
     grace_s: float = Field(25.0, gt=0)
     """Time after SIGTERM or SIGHUP to save and exit (exit code 75), seconds; after that the run
-    exits without saving. Keep it below the job controller's own limit (30 on Kubernetes by default)."""
+    exits without saving. Keep it below the job controller's own limit (30 on Kubernetes by
+    default)."""
 
 
 class WandbSection(Section):

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
 ASIDE_CHARS = 2**16
-"""Longer messages, characters, are tokenized in a thread, and not on the event loop of all episodes."""
+"""Longer messages, characters, are tokenized in a thread, not on the episodes' event loop."""
 TELL_EACH = 100
 """Every which cut reply is logged."""
 KEPT_OPENINGS = 256

@@ -41,7 +41,7 @@ POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src '
 
 
 MOST_CONNECTIONS = 64
-"""Most connections, each with a thread. For another one the oldest ends whose call has not arrived."""
+"""Most connections, each with a thread. For another one the oldest without a call ends."""
 ARRIVES_S, ANSWERED_S = 20.0, 120.0
 """Longest time for a call to arrive, and until its answer is read, seconds."""
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
