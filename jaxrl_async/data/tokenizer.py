@@ -364,6 +364,14 @@ class Tokenizer:
             found = max(found, len(self.images.form.mark))
         return most_chars(found, max_tokens)
 
+    def cannot_fit(self, text: str) -> bool:
+        """Return whether a text is refused for its length; see `encode`."""
+        try:
+            self._check_length(text)
+        except TextTooLong:
+            return True
+        return False
+
     @cached_property
     def _chars_per_token(self) -> int | None:
         return chars_per_token(self.hf.backend_tokenizer)

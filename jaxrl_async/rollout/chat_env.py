@@ -26,7 +26,7 @@ from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.ports import ChatFormat, Reply
-from jaxrl_async.rollout.long_replies import chars_of, fitted
+from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
@@ -59,6 +59,7 @@ class ChatLimits:
     threads: int = 64
     tools: ToolLimits = DEFAULT_TOOL_LIMITS
     most_chars: int = 2**20  # longer replies cannot fit, and are cut to tools.result_chars
+    cannot_fit: Callable[[str], bool] = lambda text: False  # tells of a shorter text that, too
 
 
 class ChatEnvs:
@@ -130,12 +131,17 @@ class ChatEnvs:
             return work()
         return await asyncio.to_thread(work)
 
-    def said(self, given: Said, method: str) -> list[Message]:
-        """Return what an environment's method gave as messages; those that cannot fit by their
-        length alone are cut, counted and logged. Raises RolloutError."""
+    async def said(self, given: Said, method: str) -> list[Message]:
+        """Return what an environment's method gave as messages; those that cannot fit are cut,
+        counted and logged. Raises RolloutError."""
         limits = self.limits
         said = messages_of(given, method)
-        kept, cut = fitted(said, limits.most_chars, limits.tools.result_chars)
+        most, left = limits.most_chars, min(limits.tools.result_chars, limits.most_chars)
+        if ASIDE_CHARS < chars_of(said) <= most:
+            long = long_texts(said, ASIDE_CHARS)
+            if await asyncio.to_thread(lambda: any(map(limits.cannot_fit, long))):
+                most = left
+        kept, cut = fitted(said, most, left)
         if cut:
             self.count("long_replies")
             self._long += 1
@@ -241,7 +247,7 @@ class ChatEnv:
             return await self._envs.call(self._env.reset, record)
 
         said = value_of(await self._envs.again("the environment's reset", reset), "reset")
-        messages = self._envs.said(said, "reset")
+        messages = await self._envs.said(said, "reset")
         if not messages:
             raise RolloutError(
                 f"the environment's reset gave no message for prompt {prompt.prompt_id}, whose "
@@ -272,7 +278,7 @@ class ChatEnv:
         message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
         answers = self.own_schemas or not self.schemas(prompt)
         given = await self._answered(env, message) if answers else Step(done=True)
-        said = self._envs.said(given.messages, "step")
+        said = await self._envs.said(given.messages, "step")
         turns = talk.turns + 1
         done, cut_off = given.done or not said, False
         if not done and turns >= self._envs.limits.max_turns:

@@ -210,7 +210,7 @@ class GameMember:
         """Write what the seats are told into their conversations, and into their tokens."""
         for name, told in moves.ask.items():
             seat = self._seats[name]
-            said = self._chat.said(told, "step")
+            said = await self._chat.said(told, "step")
             if not seat.messages and said:
                 said = list(with_system_prompt(said, self._chat.task.system_prompt))
             seat.messages += said

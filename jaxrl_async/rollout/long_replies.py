@@ -19,6 +19,11 @@ def chars_of(messages: Sequence[Message]) -> int:
     return sum(map(len, _texts(list(messages), MAX_DEPTH)))
 
 
+def long_texts(messages: Sequence[Message], least: int) -> list[str]:
+    """Return the texts of messages with more characters than `least`."""
+    return [text for text in _texts(list(messages), MAX_DEPTH) if len(text) > least]
+
+
 def fitted(
     messages: Sequence[Message], most_chars: int, kept_chars: int
 ) -> tuple[list[Message], int]:
@@ -32,7 +37,7 @@ def fitted(
     sizes = [len(text) for text in _texts(list(messages), MAX_DEPTH)]
     if sum(sizes) <= most_chars:
         return list(messages), 0
-    each = max(min(kept_chars, most_chars) // len(sizes), LEAST_SHOWN)
+    each = max(kept_chars // len(sizes), LEAST_SHOWN)
     cut = sum(size - each for size in sizes if size > each)
     return [_cut(message, each, MAX_DEPTH) for message in messages], cut
 

@@ -244,12 +244,14 @@ def said(tokenizer, *texts):
     )
 
 
-def played(env_class, *, max_length=4096, result_chars=200):
+def played(env_class, *, max_length=4096, result_chars=200, most_chars=None):
     """Play a turn of an environment; return the tokenizer, its opening, its reply, the faults."""
     tokenizer, counts = byte_tokenizer(CHATML), Counter()
     tokenizer.max_tokens = max_length
     limits = ChatLimits(
-        most_chars=tokenizer.most_chars(max_length), tools=ToolLimits(result_chars=result_chars)
+        most_chars=most_chars or tokenizer.most_chars(max_length),
+        cannot_fit=tokenizer.cannot_fit,
+        tools=ToolLimits(result_chars=result_chars),
     )
     task = Task(environment=env_class)
     envs = ChatEnvs(task, chat_format(tokenizer, None), limits, lambda n: counts.update([n]))
@@ -277,6 +279,13 @@ def test_a_reply_that_cannot_fit_is_cut_to_head_and_tail_and_counted(caplog):
     said = reply.messages[-1]["content"]
     assert said in text
     assert said == cut_text(Shell.log, 100)  # its role is a text, too
+
+
+def test_a_reply_whose_tokens_are_too_many_is_cut_as_well():
+    # as with tokenizers that have tokens of 128 blanks: the length alone proves little
+    *_, reply, counts = played(Shell, most_chars=2**24)
+    assert counts == {"long_replies": 1}
+    assert reply.messages[-1]["content"] == cut_text(Shell.log, 100)
 
 
 def test_an_opening_that_cannot_fit_even_cut_leaves_no_room():

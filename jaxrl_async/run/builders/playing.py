@@ -284,6 +284,7 @@ def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
         threads=section.threads,
         tools=ToolLimits(timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars),
         most_chars=tokenizer.most_chars(config.sampler.max_length),
+        cannot_fit=tokenizer.cannot_fit,
     )
 
 
