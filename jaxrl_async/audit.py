@@ -17,7 +17,7 @@ import yaml
 
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.metrics.recorder import listed_lines, numbered_lines, read_lines
 from jaxrl_async.run.checkpoint.seal import is_sealed, saved_steps
 
 USAGE = "usage: jaxrl-async audit RUN"
@@ -48,13 +48,20 @@ class Audit:
     dropped: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)  # version - oldest token -> groups
     resumed: int = 0
+    skipped: tuple[str, ...] = ()  # lines that are none of a run's
 
 
 def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
     """Check the lines of a ledger against the rules; buffer/ledger.py describes the lines."""
     books = _Books(rules)
     for number, line in enumerate(lines, start=1):
-        books.read(number, line)
+        try:
+            books.read(number, line)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            books.problems.append(
+                f"line {number}: {line.get('fate')} has no facts that are read here "
+                f"({type(error).__name__}: {error})"
+            )
     uses, ended = books.uses, books.ended
     return Audit(
         problems=(*books.problems, *books.open_problems()),
@@ -195,9 +202,11 @@ def audit_run(folder: Path) -> Audit:
         reuse=config["buffer"]["reuse"],
         waits=config["staleness"].get("when_too_old", "wait") == "wait",
     )
-    lines = [x for x in read_lines(folder / "ledger.jsonl") if "fate" in x]
-    result = audit(lines, rules)
-    reported = {line["step"] for line in read_lines(folder / "metrics.jsonl")}
+    ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
+    lines = [x for x in read_lines(ledger) if "fate" in x]
+    skipped = tuple(skipped_lines(ledger)), tuple(skipped_lines(metrics))
+    result = replace(audit(lines, rules), skipped=skipped[0] + skipped[1])
+    reported = {line["step"] for line in read_lines(metrics) if "step" in line}
     made, last = set(range(result.steps + 1)), max(reported, default=0)
     problems = list(result.problems)
     # The ledger may have one step more than the metrics: the one in which the run was killed.
@@ -215,6 +224,13 @@ def audit_run(folder: Path) -> Audit:
     return replace(result, problems=tuple(problems))
 
 
+def skipped_lines(path: Path) -> Iterator[str]:
+    """Name the lines of a file that are none of a run's, if there are some."""
+    numbers = [number for number, line in numbered_lines(path) if line is None]
+    if numbers:
+        yield f"{path.name}: {listed_lines(numbers)} is torn, or none of a run's: skipped"
+
+
 def audit_report(result: Audit) -> str:
     """Describe an audit in words."""
     lines = [
@@ -224,6 +240,7 @@ def audit_report(result: Audit) -> str:
         *(f"dropped, {reason}: {count}" for reason, count in sorted(result.dropped.items())),
         "lag of the oldest token, versions: groups  "
         + "  ".join(f"{lag}: {count}" for lag, count in result.lags.items()),
+        *result.skipped,
         *result.problems[:SHOWN],
     ]
     if len(result.problems) > SHOWN:

@@ -5,6 +5,7 @@ A message says what was wrong, where, and what to do.
 
 import asyncio
 import threading
+from typing import Any
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -57,6 +58,15 @@ class ConfigError(JaxrlError, ValueError):
 
 class DataError(JaxrlError, ValueError):
     """A dataset, record or tokenizer cannot be used as it is."""
+
+
+class TextTooLong(DataError):
+    """A text cannot fit the tokens that a run takes, and was not encoded."""
+
+    def __init__(self, message: str, token_ids: Any) -> None:
+        """token_ids: one more than fits, which stand for the text; they begin as it does."""
+        super().__init__(message)
+        self.token_ids = token_ids  # [limit + 1] int32
 
 
 class CheckpointError(JaxrlError, OSError):
@@ -154,7 +164,7 @@ class Closed(JaxrlError, RuntimeError):
 
 
 class Preempted(JaxrlError, InterruptedError):
-    """SIGTERM ended the run; everything is saved, and the run can be resumed."""
+    """SIGTERM or SIGHUP ended the run; everything is saved, and the run can be resumed."""
 
 
 class Stopped(JaxrlError, InterruptedError):

@@ -5,7 +5,8 @@ need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback
 one at each start, which this command finds if the same user starts it on the same machine.
 
 Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
-line or configuration; 75 ended by SIGTERM, with what was running handed back to the trainer.
+line or configuration; 75 ended by SIGTERM or SIGHUP, with what was running handed back to the
+trainer.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory, shown
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run.signals import end_on_ctrl_c
@@ -37,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     hide_secrets()
+    with guarded_output():
+        return _sample(args)
+
+
+def _sample(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     form = os.environ.get(LOGS_VARIABLE) or "text"

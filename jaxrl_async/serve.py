@@ -4,7 +4,8 @@ The key that clients send is that of the environment variable JAXRL_ASYNC_KEY (-
 a new one, which is printed. It listens on this machine's loopback address unless --host names
 another. See docs/endpoint.md.
 
-Exit codes: 0 ended by Ctrl-C or SIGTERM; 1 a failure, explained on stderr; 2 a bad command line.
+Exit codes: 0 ended by Ctrl-C, SIGTERM or SIGHUP; 1 a failure, explained on stderr; 2 a bad command
+line.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
@@ -37,6 +39,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
+from jaxrl_async.run.signals import STOPPING, listens_to
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.shown_environment import hide_secrets
@@ -58,11 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     hide_secrets((args.key_variable,))
+    with guarded_output():
+        return _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in STOPPING
+        if listens_to(number)
     }
     try:
         key = os.environ.get(args.key_variable, "").strip()
@@ -163,6 +172,7 @@ def served_policy(
         chat: which chat format; see data.chat_format.
     """
     tokenizer = load_tokenizer(folder)
+    tokenizer.max_tokens = section.max_length
     found = None
     if has_chat_format(tokenizer, chat):
         found = chat_format(tokenizer, folder, chat)

@@ -7,8 +7,9 @@
     --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
-stderr; 2 a bad command line or configuration; 75 ended by SIGTERM, with everything saved within
-checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was begun.
+stderr; 2 a bad command line or configuration; 75 ended by SIGTERM or SIGHUP, with everything saved
+within checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was
+begun.
 """
 
 import importlib
@@ -22,6 +23,7 @@ from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
 from jaxrl_async.launch import distributed
+from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
@@ -42,6 +44,7 @@ RESUME = ("run.resume=true", "run.overwrite=false")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     with ExitStack() as told:
+        told.enter_context(guarded_output())
         return _run(argv, told)
 
 

@@ -29,8 +29,9 @@ class EndpointSection(Section):
     max_reward: float = Field(100.0, gt=0, le=LARGEST_REWARD)
     """Largest reward, and part of one, that a session may be given by a call, positive or negative;
     a larger one is refused."""
-    max_body_mib: Positive = 16
-    """Longest body of a call, MiB."""
+    max_body_mib: Positive | None = None
+    """Longest body of a call, MiB. null: 1 MiB, and 128 bytes for each token of
+    sampler.max_length."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Longest time for one answer, seconds."""
     stall_s: float = Field(60.0, gt=0)

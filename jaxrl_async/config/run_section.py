@@ -83,8 +83,9 @@ class CheckpointSection(Section):
     """Compare every file with its checksum before a checkpoint is restored; if one differs, the
     previous checkpoint is used."""
     grace_s: float = Field(25.0, gt=0)
-    """Time after SIGTERM to save and exit (exit code 75), seconds; after that the run exits without
-    saving. Keep it below the job controller's own limit (30 on Kubernetes by default)."""
+    """Time after SIGTERM or SIGHUP to save and exit (exit code 75), seconds; after that the run
+    exits without saving. Keep it below the job controller's own limit (30 on Kubernetes by
+    default)."""
 
 
 class WandbSection(Section):

@@ -193,6 +193,11 @@ class Config(Section):
         return self.trainer.row_length or self.sampler.max_length
 
     @property
+    def longest_text(self) -> int:
+        """Most tokens of any text that a run encodes: a context, an example or a prompt."""
+        return max(self.longest_example, self.sampler.max_length, self.prompt_limit)
+
+    @property
     def _length_of_a_group(self) -> int:
         """Length of a row that holds the longest context and as many more answers as a group has,
         each behind a token of the prompt; or less, where attention would cost too much. Rows fill a

@@ -33,11 +33,12 @@ from jaxrl_async.data.records import (
     Record,
     RecordReader,
     jsonl_split,
+    refused_as,
     supervised_pair,
 )
 from jaxrl_async.data.survey import digest_of
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.types import BoolArray, IntArray
 
 Demonstration = tuple[IntArray, BoolArray]
@@ -161,7 +162,9 @@ def _read_demonstrations(
     reader = RecordReader(data, tokenizer, taught=True)
 
     def parse(fields: Mapping[str, Any]) -> Demonstration:
-        pair = supervised_pair(reader.record(fields), tokenizer)
+        record = reader.record(fields)
+        with refused_as(Bad.PAIR_TOO_LONG):
+            pair = supervised_pair(record, tokenizer)
         if len(pair[0]) > most_tokens:
             raise BadRecord(
                 Bad.PAIR_TOO_LONG, f"{len(pair[0])} tokens, and {most_tokens} are allowed"
@@ -186,7 +189,10 @@ def own_demonstrations(
     """
 
     def fitting(record: Record) -> Demonstration | None:
-        pair = supervised_pair(record, tokenizer)
+        try:
+            pair = supervised_pair(record, tokenizer)
+        except TextTooLong:
+            return None
         return pair if len(pair[0]) <= most_tokens else None
 
     train, held = own.source("train", taught=True), own.source("eval", taught=True)

@@ -8,6 +8,7 @@ whole state is its position.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import grain
@@ -25,7 +26,7 @@ from jaxrl_async.data.records import (
 )
 from jaxrl_async.data.survey import survey
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import DataError
+from jaxrl_async.errors import DataError, TextTooLong
 from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
 
 log = logging.getLogger(__name__)
@@ -239,9 +240,10 @@ class FittingPairs:
         while True:
             _, record = self._dataset[self._next]
             self._next += 1
-            token_ids, mask = supervised_pair(record, self._tokenizer)
-            if len(token_ids) <= self._max_length:
-                return token_ids, mask
+            with suppress(TextTooLong):
+                token_ids, mask = supervised_pair(record, self._tokenizer)
+                if len(token_ids) <= self._max_length:
+                    return token_ids, mask
             self._leave_out()
 
     def _leave_out(self) -> None:

@@ -8,7 +8,8 @@ import decimal
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
 from jaxrl_async.data.images import taken_images
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows, plain_columns
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.types import BoolArray, IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -243,8 +244,10 @@ class RecordReader:
             self._check_no_tools(fields)
             answer, reference = self._answer_of(fields, None)
             template = self._data.jsonl.template
+            with refused_as(Bad.TOO_LONG):
+                token_ids = self._tokenizer.encode_prompt(asked, template)
             return Record(
-                token_ids=self._fitting(self._tokenizer.encode_prompt(asked, template)),
+                token_ids=self._fitting(token_ids),
                 text=asked,
                 reference=reference,
                 answer=answer,
@@ -278,13 +281,17 @@ class RecordReader:
         """
         if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
-            token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
-            return token_ids, [encode(asked, str(reply), template) for reply in replies]
+            with refused_as(Bad.TOO_LONG):
+                token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
+            with refused_as(Bad.PAIR_TOO_LONG):
+                return token_ids, [encode(asked, str(reply), template) for reply in replies]
         messages = self._conversation(asked)
         said = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in replies]
         try:
-            token_ids = self._fitting(self._opening(messages, tools))
-            return token_ids, [self._chat.answer(messages, reply) for reply in said]
+            with refused_as(Bad.TOO_LONG):
+                token_ids = self._fitting(self._opening(messages, tools))
+            with refused_as(Bad.PAIR_TOO_LONG):
+                return token_ids, [self._chat.answer(messages, reply) for reply in said]
         except BadRecord:
             raise
         except DataError as error:
@@ -358,13 +365,15 @@ class RecordReader:
         answer, reference = self._answer_of(fields, reply)
         chat, answer_ids = self._chat, None
         try:
-            token_ids = self._opening(messages, self.tools_of(fields))
+            with refused_as(Bad.TOO_LONG):
+                token_ids = self._opening(messages, self.tools_of(fields))
             if self._tokenizer.images is not None:
                 token_ids = self._tokenizer.images.named(token_ids, images)
             token_ids = self._fitting(token_ids)
             if self._taught:
                 said = reply or {"role": "assistant", "content": answer}
-                answer_ids = chat.answer(messages, said)
+                with refused_as(Bad.PAIR_TOO_LONG):
+                    answer_ids = chat.answer(messages, said)
         except BadRecord:
             raise
         except DataError as error:
@@ -405,6 +414,15 @@ class RecordReader:
         if limit is not None and len(token_ids) > limit:
             raise BadRecord(Bad.TOO_LONG, f"{len(token_ids)} tokens, and {limit} are allowed")
         return token_ids
+
+
+@contextmanager
+def refused_as(kind: Bad) -> Iterator[None]:
+    """Raise BadRecord of this kind for a text that is too long to be encoded."""
+    try:
+        yield
+    except TextTooLong as error:
+        raise BadRecord(kind, str(error)) from None
 
 
 def _are_texts(replies: Sequence[str | Message]) -> bool:

@@ -18,8 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
+from jaxrl_async.data.text_bounds import chars_per_token, most_chars
 from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes
-from jaxrl_async.errors import ConfigError, DataError, in_a_line
+from jaxrl_async.errors import ConfigError, DataError, TextTooLong, in_a_line
 from jaxrl_async.types import IntArray, Message
 from jaxrl_async.whole_files import replacing
 
@@ -98,6 +99,14 @@ ANCHORS = ("\n", "a", ".")
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 2**28
 """Longest tokenizer.json."""
+PIECE = 2**16
+"""Longer texts, characters, are counted in pieces of that length before they are encoded."""
+DENSE_CHARS = 8
+"""Characters per token below which a long text's pieces are not counted: it costs little."""
+EDGE_TOKENS = 16
+"""Tokens that a piece of a text may have more than the whole text has there."""
+HEAD_CHARS = 2048
+"""Characters of a refused text whose tokens stand for it."""
 SAMPLE = "What is 12 + 34?\n"
 """The text on which a tokenizer is tried when it is loaded."""
 
@@ -119,6 +128,7 @@ class Tokenizer:
         self._known = np.unique(np.fromiter(vocabulary.values(), np.int64))  # ids with a token
         self._lock = threading.Lock()  # the backend's settings are not safe to share
         self.images: ImageStore | None = None  # of a model with images, for a run that reads them
+        self.max_tokens: int | None = None  # longer texts are refused; None: none is
         self.num_inexact = 0  # answers not encoded exactly, see encode_answer
         self._warned = False  # of ids without a token
 
@@ -136,8 +146,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> IntArray:
         """Encode a text verbatim, without special tokens around it; [length] int32. Of a model with
-        images, the mark of an image becomes its soft tokens."""
+        images, the mark of an image becomes its soft tokens. Raises TextTooLong, as whatever
+        encodes does, for a text that cannot have max_tokens tokens or less."""
         if self.images is not None:
+            self._check_length(text)
             text = text.replace(self.images.form.mark, self.images.form.written)
         return self._encode(text, special=False)
 
@@ -344,14 +356,75 @@ class Tokenizer:
             ids = [int(i) for i in token_ids]
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
+    def most_chars(self, max_tokens: int) -> int:
+        """Return how many characters a text of so many tokens may have: a longer one does not
+        fit. See text_bounds."""
+        found = self._chars_per_token
+        if found is not None and self.images is not None:
+            found = max(found, len(self.images.form.mark))
+        return most_chars(found, max_tokens)
+
+    def cannot_fit(self, text: str) -> bool:
+        """Return whether a text is refused for its length; see `encode`."""
+        try:
+            self._check_length(text)
+        except TextTooLong:
+            return True
+        return False
+
+    @cached_property
+    def _chars_per_token(self) -> int | None:
+        return chars_per_token(self.hf.backend_tokenizer)
+
+    def _check_length(self, text: str) -> None:
+        """Raise TextTooLong for a text that cannot fit, before it is encoded: by its length alone,
+        or, if it is long, by the tokens of its pieces."""
+        limit = self.max_tokens
+        if limit is None or len(text) <= limit:
+            return
+        most = self.most_chars(limit)
+        if len(text) > most:
+            raise self._too_long(text, f"and these have at most {most:,} characters")
+        if len(text) <= max(PIECE, DENSE_CHARS * limit):
+            return
+        count = 0
+        for number, start in enumerate(range(0, len(text), PIECE), 1):
+            count += len(self._ids_of(text[start : start + PIECE], special=False))
+            if count > 2 * limit + EDGE_TOKENS * number:
+                raise self._too_long(text, f"and its first {start + PIECE:,} have {count:,}")
+
+    def _too_long(self, text: str, why: str) -> TextTooLong:
+        limit = self.max_tokens or 0
+        head = text[:HEAD_CHARS].encode("utf-8", "replace").decode()
+        ids = self._ids_of(head, special=False) or [self.pad_id]
+        return TextTooLong(
+            f"a text of {len(text):,} characters is too long: at most {limit:,} tokens fit, {why}.",
+            np.resize(np.asarray(ids, np.int32), limit + 1),
+        )
+
+    def _ids_of(self, text: str, *, special: bool) -> list[int]:
+        backend = self.hf.backend_tokenizer
+        with self._lock, _as_data_error(f"the tokenizer cannot encode {_cut(text)}"):
+            if len(text) <= HEAD_CHARS:
+                return list(backend.encode(text, add_special_tokens=special).ids)
+            # in less memory, without offsets; other threads run meanwhile
+            return list(backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
     def _encode(self, text: str, *, special: bool) -> IntArray:
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        self._check_length(text)
+        if not text.isascii() and not _is_unicode(text):
             raise DataError(
                 f"the text {_cut(text)} holds half a surrogate pair. Give text in UTF-8."
             )
-        with self._lock, _as_data_error(f"the tokenizer cannot encode {_cut(text)}"):
-            ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=special).ids
-        return np.asarray(ids, np.int32)
+        return np.asarray(self._ids_of(text, special=special), np.int32)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

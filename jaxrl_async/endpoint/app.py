@@ -8,17 +8,19 @@ POST /v1/session/reward_key
 """
 
 import asyncio
+import functools
 import itertools
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxrl_async.endpoint.adapter_door import LOAD, UNLOAD, AdapterDoor
 from jaxrl_async.endpoint.anthropic_messages import messages_call
 from jaxrl_async.endpoint.callers import Caller
-from jaxrl_async.endpoint.desk import Desk, refusal_of
+from jaxrl_async.endpoint.desk import LONG_BODY, Desk, refusal_of
 from jaxrl_async.endpoint.fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.http_exchange import (
     ClientGone,
@@ -57,6 +59,8 @@ BEGIN = "/v1/session/begin"
 """Where agents outside of the run ask for a task; with a key of its own."""
 SHOWN_REASON = 200
 """How much of an agent's reason to give up is kept, characters."""
+T = TypeVar("T")
+U = TypeVar("U")
 Handler = Callable[[HttpExchange, Any], Awaitable[None]]
 
 
@@ -92,7 +96,9 @@ class EndpointApp:
         except asyncio.CancelledError:
             await self._refuse(exchange, CallRefused("the server is closing", status=503))
         except Exception as error:
-            await self._refuse(exchange, refusal_of(error))
+            refused = refusal_of(error)
+            _forget(error)
+            await self._refuse(exchange, refused)
 
     async def _serve(self, exchange: HttpExchange) -> None:
         """Find out what is asked, and do it."""
@@ -115,10 +121,23 @@ class EndpointApp:
             self._desk.rewarded(exchange.key)
         else:
             self._desk.caller(exchange.key, None)  # no body is read for strangers
-        with self._desk.admitted():
-            limits = self._desk.limits
-            body = await exchange.body(limits.max_body_bytes, limits.body_s)
-            await self._until_gone(exchange, handler(exchange, parsed_json(body)))
+        with self._desk.admitted(), self._desk.holding() as hold:
+            most, within_s = self._desk.max_body_bytes, self._desk.limits.body_s
+            work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
+            await self._until_gone(exchange, work)
+
+    async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
+        """Parse a body, and do what is asked."""
+        exchange.is_long = len(body) > LONG_BODY
+        value = await self._aside(exchange, parsed_json, body)
+        del body  # it is long, and the answer may take hours
+        await handler(exchange, value)
+
+    async def _aside(self, exchange: HttpExchange, work: Callable[[U], T], given: U) -> T:
+        """Do work, in a thread if the body is a long one."""
+        if not exchange.is_long:
+            return work(given)
+        return await self._desk.aside(lambda: work(given), is_long=True)
 
     async def _until_gone(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
         """Do the work of a call, and end it if the client goes away."""
@@ -133,6 +152,7 @@ class EndpointApp:
             for task in (serving, gone):
                 task.cancel()
             await asyncio.gather(serving, gone, return_exceptions=True)
+            del serving, gone  # the error's traceback would keep this frame, and the frame the task
 
     async def _refuse(self, exchange: HttpExchange, refused: CallRefused) -> None:
         """Tell the client that its call is not served, and count that."""
@@ -186,10 +206,10 @@ class EndpointApp:
         return self._desk.adapters
 
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, chat_call(body)
+        desk, call = self._desk, await self._aside(exchange, chat_call, body)
         named = exchange.header(CONVERSATION)
         caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
-        prompt = await desk.chat_prompt(caller, call)
+        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "chatcmpl", next(self._numbers))
         streamed = StreamedChat(desk, caller, call, prompt, heading)
         if call.stream:
@@ -198,10 +218,10 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, messages_call(body)
+        desk, call = self._desk, await self._aside(exchange, messages_call, body)
         named = exchange.header(CONVERSATION)
         caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
-        prompt = await desk.chat_prompt(caller, call)
+        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "msg", next(self._numbers))
         streamed = StreamedMessage(desk, caller, call, prompt, heading)
         if call.stream:
@@ -211,7 +231,7 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _responses(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, responses_call(body)
+        desk, call = self._desk, await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = named = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
@@ -220,7 +240,7 @@ class EndpointApp:
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
-        prompt = await desk.chat_prompt(caller, chat)
+        prompt = await desk.chat_prompt(caller, chat, is_long=exchange.is_long)
         heading = desk.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
         streamed = StreamedResponse(desk, caller, call, said, prompt, heading)
         if call.chat.stream:
@@ -229,17 +249,18 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _count_tokens(self, exchange: HttpExchange, body: Any) -> None:
-        call = messages_call(body, counting=True)
+        counted = functools.partial(messages_call, counting=True)
+        call = await self._aside(exchange, counted, body)
         caller = self._desk.caller(exchange.key, exchange.header(CONVERSATION))
-        prompt = await self._desk.chat_prompt(caller, call)
+        prompt = await self._desk.chat_prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, text_call(body)
+        desk, call = self._desk, await self._aside(exchange, text_call, body)
         named = exchange.header(CONVERSATION)
         caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
         if isinstance(call.prompt, str):
-            prompt = await desk.text_prompt(call.prompt)
+            prompt = await desk.text_prompt(caller, call.prompt, is_long=exchange.is_long)
         else:
             prompt = np.array(call.prompt, np.int32)
         heading = desk.heading(caller, "cmpl", next(self._numbers))
@@ -251,7 +272,7 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, token_call(body)
+        desk, call = self._desk, await self._aside(exchange, token_call, body)
         named = exchange.header(CONVERSATION)
         caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
         prompt = np.array(call.token_ids, np.int32)
@@ -318,6 +339,14 @@ class EndpointApp:
         finally:
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, and of those that it was raised from: the body,
+    and what was made of it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _said_before(caller: Caller, call: ResponsesCall) -> Sequence[Message]:

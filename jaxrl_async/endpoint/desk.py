@@ -8,10 +8,12 @@ Used on the server's event loop; `counts` on any thread.
 """
 
 import asyncio
+import gc
 import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -28,7 +30,15 @@ from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.refusal import CallRefused
 from jaxrl_async.endpoint.responses_call import PREFIX
 from jaxrl_async.endpoint.wish import TOO_LONG, Draft, Terms, Wish, drafted
-from jaxrl_async.errors import Closed, DataError, RolloutError, SessionEnded, SessionLimit
+from jaxrl_async.errors import (
+    Closed,
+    DataError,
+    RolloutError,
+    SessionEnded,
+    SessionLimit,
+    TextTooLong,
+)
+from jaxrl_async.host import give_back_memory
 from jaxrl_async.ports import ChatFormat, Generate
 from jaxrl_async.rollout.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.types import IntArray
@@ -36,6 +46,16 @@ from jaxrl_async.types import IntArray
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LONG_BODY = 2**16
+"""Bodies with more bytes are parsed by a thread of their own, which tokenizes their texts, too."""
+SHORT_THREADS = 2
+"""Threads for texts of other calls. A tokenizer serves one at a time."""
+BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
+"""Longest body: so many bytes, and for each token of the longest context so many."""
+MOST_HELD = 2**30
+"""Bytes of long bodies that are held at once; a call beyond it is told to come back (429)."""
+TRIM_S = 3.0
+"""How long after a long body freed memory is given back to the system, seconds."""
 BUSY_S = 1.0
 """When a client that was turned away may try again, seconds."""
 STOPPED_S = 5.0
@@ -62,7 +82,7 @@ class EndpointLimits:
     max_open_calls: int = 1024  # calls that are being answered
     max_guests: int = 1024  # conversations of guests remembered: named, and as many unnamed
     guest_idle_s: float = 3600.0  # after which one is forgotten, seconds
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int | None = None  # None: what follows from the longest context
     body_s: float = 30.0  # longest time for a body to arrive, seconds
     call_s: float = 3600.0  # longest time for one answer, seconds
     stall_s: float = 60.0  # longest time that a client may keep an answer from being sent, seconds
@@ -124,7 +144,12 @@ class Desk:
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
         self._door, self.adapters = door, adapters
         self._watch = ProgressWatch(served.generate)
-        self._open = 0
+        self._open = self._held = 0
+        self._trimming: asyncio.TimerHandle | None = None
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "endpoint-short")
+        self._long = ThreadPoolExecutor(1, "endpoint-long")
+        if served.tokenizer.max_tokens is None:
+            served.tokenizer.max_tokens = served.terms.max_length
         self._guests: dict[tuple[str, str], tuple[float, Conversations]] = {}
         self._unnamed: dict[tuple[str, str], tuple[float, Conversations]] = {}  # by response
         self._members: dict[str, Conversations] = {}
@@ -136,8 +161,12 @@ class Desk:
         )
 
     async def close(self) -> None:
-        """End the reading of progress."""
+        """End the reading of progress, and what waits for a thread."""
         await self._watch.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- who calls
 
@@ -269,16 +298,88 @@ class Desk:
         model = caller.adapter or self.served.name
         return Heading(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
 
-    async def chat_prompt(self, caller: Caller, call: ChatCall) -> PromptTokens:
-        """Return a chat call's prompt as tokens. Raises CallRefused."""
-        chat = self._chat()
-        prompt = await _aside(lambda: caller.conversations.prompt(chat, call.messages, call.tools))
-        return prompt
+    @property
+    def max_body_bytes(self) -> int:
+        """Longest body of a call."""
+        if self.limits.max_body_bytes is not None:
+            return self.limits.max_body_bytes
+        return BODY_LEAST + BYTES_PER_TOKEN * self.served.terms.max_length
 
-    async def text_prompt(self, text: str) -> IntArray:
-        """Return a text as tokens, with what the tokenizer begins one with. Raises CallRefused."""
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that takes note of more bytes of a body, as long as the block lasts. It
+        raises CallRefused (429) if too many are held; what short bodies hold does not count."""
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            mine += size
+            self._held += size
+            if mine > LONG_BODY and self._held > MOST_HELD:
+                self.count(busy=1)
+                raise CallRefused(
+                    f"{MOST_HELD >> 20} MiB of bodies are held, and no more are taken; try again",
+                    status=429,
+                    code="rate_limit_exceeded",
+                    retry_after_s=BUSY_S,
+                )
+
+        try:
+            yield hold
+        finally:
+            self._held -= mine
+            if mine > LONG_BODY and self._trimming is None:
+                loop = asyncio.get_running_loop()
+                self._trimming = loop.call_later(TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        """Free what long bodies took, and give it back to the system: errors hold on to it in
+        cycles, and it is scattered over the threads."""
+        self._trimming = None
+        self._long.submit(_free)
+
+    async def chat_prompt(
+        self, caller: Caller, call: ChatCall, *, is_long: bool = False
+    ) -> PromptTokens:
+        """Return a chat call's prompt as tokens; is_long: of a long body. Raises CallRefused."""
+        chat, conversations = self._chat(), caller.conversations
+        return await self._prompt(
+            caller, lambda: conversations.prompt(chat, call.messages, call.tools), is_long
+        )
+
+    async def text_prompt(self, caller: Caller, text: str, *, is_long: bool = False) -> IntArray:
+        """Return a text as tokens, with what the tokenizer begins one with; is_long: of a long
+        body. Raises CallRefused."""
         encode = self.served.tokenizer.encode_prompt
-        return await _aside(lambda: encode(text, BARE))
+        return await self._prompt(caller, lambda: encode(text, BARE), is_long)
+
+    async def _prompt(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
+        """Do the work that makes a prompt's tokens. Raises CallRefused."""
+        try:
+            return await self.aside(work, is_long=is_long)
+        except TextTooLong as error:
+            most = caller.terms.max_length
+            refused = CallRefused(
+                f"This model's maximum context length is {most} tokens: {error} Shorten it, or "
+                "begin a new conversation.",
+                code=TOO_LONG,
+            )
+            caller.exhaust(refused.message, error.token_ids)
+            raise refused from None
+
+    async def aside(self, work: Callable[[], T], *, is_long: bool = False) -> T:
+        """Do work that takes a while in a thread; it is dropped if the call ends before
+        it begins. is_long: of a long body, behind which no other call waits.
+
+        Raises CallRefused for what a chat format cannot hold, and TextTooLong.
+        """
+        pool = self._long if is_long else self._short
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        except TextTooLong:
+            raise
+        except DataError as error:
+            raise CallRefused(str(error), field="messages") from None
 
     def _chat(self) -> ChatFormat:
         if self.served.chat is None:
@@ -328,7 +429,7 @@ class Desk:
         answer, chat = strand.answer, self._chat()
         assert answer is not None, "it is finished"
         drawn = answer.completion.token_ids
-        message = await _aside(lambda: chat.message(drawn, call.tools))
+        message = await self.aside(lambda: chat.message(drawn, call.tools))
         said = chat_answer(answer, message, reads_tools=call.reads_tools)
         caller.conversations.remember(prompt, drawn, said.message())
         caller.talked(call.messages, said.message())
@@ -337,16 +438,12 @@ class Desk:
     async def so_far(self, call: ChatCall, strand: Strand) -> Mapping[str, Any]:
         """Return an unfinished answer as a message."""
         chat = self._chat()
-        return await _aside(lambda: chat.message(strand.token_ids, call.tools))
+        return await self.aside(lambda: chat.message(strand.token_ids, call.tools))
 
 
-async def _aside(work: Callable[[], T]) -> T:
-    """Do work that takes a while beside the event loop. Raises CallRefused for what a chat format
-    cannot hold."""
-    try:
-        return await asyncio.to_thread(work)
-    except DataError as error:
-        raise CallRefused(str(error), field="messages") from None
+def _free() -> None:
+    gc.collect()
+    give_back_memory()
 
 
 def refusal_of(error: BaseException) -> CallRefused:

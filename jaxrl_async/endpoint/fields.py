@@ -3,15 +3,17 @@
 A field that nobody has read when all are read is refused by name: nothing is silently ignored.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
+from jaxrl_async.endpoint.json_shape import check_shape
 from jaxrl_async.endpoint.refusal import CallRefused
 from jaxrl_async.errors import in_a_line
 
-MAX_DEPTH = 64
-"""Deepest nesting of lists and objects in a body."""
+SHOWN_NAME = 80
+"""How much of the name of a field is shown, characters."""
 
 
 class BodyFields:
@@ -28,7 +30,8 @@ class BodyFields:
 
     def name(self, field: str) -> str:
         """Return a field's place in the whole body."""
-        return f"{self._where}.{field}" if self._where else field
+        shown = field if len(field) <= SHOWN_NAME else f"{field[:SHOWN_NAME]}..."
+        return f"{self._where}.{shown}" if self._where else shown
 
     def refuse(self, field: str, wanted: str) -> NoReturn:
         """Raise CallRefused: this field must be what `wanted` says."""
@@ -143,41 +146,28 @@ def quoted(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
-        return f"an object with {', '.join(map(repr, list(value)[:4])) or 'nothing'}"
+        names = [repr(name[:SHOWN_NAME]) for name in itertools.islice(value, 4)]
+        return f"an object with {', '.join(names) or 'nothing'}"
     text = json.dumps(value[:80] if isinstance(value, str) else value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def parsed_json(body: bytes) -> Any:
-    """Return a body's JSON. Raises CallRefused for anything else, and for numbers that are none."""
+    """Return a body's JSON. Raises CallRefused for anything else, for numbers that are none, and
+    for what is nested too deep or has too many parts."""
 
     def constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is no number of JSON")
 
+    check_shape(body)
     try:
-        value = json.loads(body, parse_constant=constant)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
     except (ValueError, RecursionError) as error:
         reason = in_a_line(error)
-        raise CallRefused(f"the body is not JSON: {reason}", code="invalid_json") from None
-    if b"\\ud" in body.lower() and not _is_unicode(value):
+        raise CallRefused(f"the body is not JSON in UTF-8: {reason}", code="invalid_json") from None
+    if any(half in body for half in (b"\\ud", b"\\uD")) and not _is_unicode(value):
         raise CallRefused("the body has half a surrogate pair", code="invalid_json")
-    if _depth(value) > MAX_DEPTH:
-        raise CallRefused(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
     return value
-
-
-def _depth(value: Any) -> int:
-    """Return how deep lists and objects are nested; stops counting above MAX_DEPTH."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        depth += 1
-    return depth
 
 
 def _is_unicode(value: Any) -> bool:

@@ -33,6 +33,7 @@ class HttpExchange:
         }
         self._receive, self._send = receive, send
         self.begun = False  # the answer's head was sent
+        self.is_long = False  # the body is a long one
 
     def header(self, name: str) -> str | None:
         """Return a header; None: absent."""
@@ -53,8 +54,9 @@ class HttpExchange:
         shown = token.strip() if kind.lower() == "bearer" else None
         return shown or self.header("x-api-key")
 
-    async def body(self, most: int, within_s: float) -> bytes:
-        """Return the body. Raises CallRefused if it is too long or comes too slowly, ClientGone."""
+    async def body(self, most: int, within_s: float, hold: Callable[[int], None]) -> bytes:
+        """Return the body; hold: called with the bytes of each part. Raises CallRefused if it is
+        too long or comes too slowly, ClientGone."""
         length = self.header("content-length") or "0"
         too_long = CallRefused(
             f"the body is longer than {most} bytes", status=413, code="request_too_large"
@@ -70,6 +72,7 @@ class HttpExchange:
                         raise ClientGone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    hold(len(parts[-1]))
                     if size > most:
                         raise too_long
                     if not message.get("more_body", False):

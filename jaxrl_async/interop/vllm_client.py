@@ -251,7 +251,7 @@ class VllmServer:
             raise httpx2.ReadTimeout(f"no whole answer in {seconds:g} s") from None
         try:
             return _Reply(reply.status_code, json.loads(content))
-        except ValueError:
+        except (ValueError, RecursionError):
             if reply.status_code == 200 and content:
                 raise httpx2.DecodingError("an answer that is not JSON") from None
             return _Reply(reply.status_code, content.decode(errors="replace"))

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TextIO
+from typing import TextIO, cast
 
 import numpy as np
 from rich.console import Console as RichConsole
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
 from jaxrl_async.metrics.curves import curve
+from jaxrl_async.metrics.guarded_stream import GuardedStream
 
 EVERY_S, LONGEST_S = 2.0, 60.0
 """Least seconds between two plain lines, at the start and after an hour; first, last and evaluation
@@ -67,7 +68,8 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 class Console:
     """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at
-    a time may call it, and any other one `notice`."""
+    a time may call it, and any other one `notice`. A stream that cannot be written any more is said
+    once in the log."""
 
     def __init__(
         self,
@@ -87,14 +89,14 @@ class Console:
         self._on_step, self._name = on_step, f"{name}  " if name else ""
         self.with_caller = False
         """Whether the caller's own on_step is under way."""
-        self._stream = stream or sys.stdout
+        self._stream = GuardedStream(stream or sys.stdout, "the console")
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._parts: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # of a phase that counts
         self._seen = {key: array("d") for label, key, _ in SHOWN if label in CURVES}
         self._printed_at = -EVERY_S
-        self._rich = RichConsole(file=self._stream)
+        self._rich = RichConsole(file=cast(TextIO, self._stream))
         terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._live: Live | CellDisplay | None = None
         if live is None and stream is None and in_notebook():
@@ -203,7 +205,7 @@ class Console:
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
-        print(f"{self._name}{line}", file=self._stream, flush=True)
+        print(f"{self._name}{line}", file=cast(TextIO, self._stream), flush=True)
 
     def _in_cell(self) -> tuple[str, str]:
         # As _draw, on the cell's own thread

@@ -142,6 +142,12 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Episodes whose opening leaves no room for an answer: cut off with nothing drawn.",
         ),
         (
+            "faults/long_replies",
+            "replies",
+            "What environments said that cannot fit into sampler.max_length by its length alone: "
+            "cut to head and tail, env.tool_result_chars characters.",
+        ),
+        (
             "faults/tool_errors",
             "calls",
             "Tool calls that failed: unknown tool, wrong arguments, an exception. The policy was "

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from jaxrl_async.errors import shown
@@ -150,7 +150,8 @@ class LineStream(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush what is complete."""
-        self._stream.flush()
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
     def end(self) -> None:
         """Write the rest, too."""
@@ -202,5 +203,6 @@ _KNOWN = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def _tell(stream: TextIO, text: str, severity: str, at_s: float | None = None) -> None:
-    stream.write(entry(text, severity, at_s) + "\n")
-    stream.flush()
+    with suppress(OSError, ValueError):  # a log that cannot be written ends no run
+        stream.write(entry(text, severity, at_s) + "\n")
+        stream.flush()

@@ -2,16 +2,19 @@
 
 import importlib
 import json
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.metrics.metric import metric_of
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -36,11 +39,9 @@ class Recorder:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._board = _open_board(run_dir / "tensorboard", resume_step) if tensorboard else None
+        last = math.inf if resume_step is None else resume_step
         for name in (METRICS_FILE, SAMPLES_FILE):
-            set_aside(
-                run_dir / name,
-                lambda _, line: resume_step is None or line.get("step", 0) <= resume_step,
-            )
+            set_aside(run_dir / name, lambda _, line: "step" in line and line["step"] <= last)
         self._lock = threading.Lock()
         self._metrics = (run_dir / METRICS_FILE).open("ab")
         self._samples = (run_dir / SAMPLES_FILE).open("ab")
@@ -84,10 +85,27 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file without torn lines; "nan", "inf", "-inf" as floats."""
+    """Return the objects of a run's .jsonl file without torn and foreign lines (see `is_own`);
+    "nan", "inf", "-inf" as floats."""
+    return [line for _, line in numbered_lines(path) if line is not None]
+
+
+def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
+    """Return the number, from 1, and the object of each line of a run's .jsonl file; None for a
+    torn or foreign line. []: there is no file."""
     if not path.exists():
         return []
-    return [line for _, line in _parsed(path) if line is not None]
+    return [(number, line) for number, (_, line) in enumerate(_parsed(path), 1)]
+
+
+def is_own(line: Any) -> bool:
+    """Return whether a line is one of a run's: an object with the number of a step, or with the
+    fate of a group (ledger.jsonl)."""
+    if not isinstance(line, dict):
+        return False
+    step = line.get("step")
+    is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    return is_step if "step" in line else isinstance(line.get("fate"), str)
 
 
 def encode(record: Mapping[str, Any]) -> str:
@@ -108,24 +126,23 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
 def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Return each line's bytes and object, None for a torn line."""
+    """Return each line's bytes and object, None for a torn or foreign line."""
     pairs: list[tuple[bytes, dict[str, Any] | None]] = []
     for raw in path.read_bytes().splitlines(keepends=True):
-        try:
+        value: Any = None
+        with suppress(ValueError, RecursionError):
             value = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:
-            value = None
-        line = {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else None
+        line = {k: _number(v) for k, v in value.items()} if is_own(value) else None
         pairs.append((raw, line))
     return pairs
 
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
-    file.write((encode(record) + "\n").encode())
+    file.write((encode(record) + "\n").encode("utf-8", "replace"))
     file.flush()
 
 
@@ -138,20 +155,39 @@ def _last_line(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Move torn lines, and those for which `keep` (number from 0, object) is false, to
-    *.superseded.jsonl."""
+    """Move torn and foreign lines, and those for which `keep` (number from 0 among the others,
+    object) is false, to *.superseded.jsonl. Foreign lines are named in the log."""
     if not path.exists():
         return
     kept: list[bytes] = []
     moved: list[bytes] = []
-    for number, (raw, line) in enumerate(_parsed(path)):
-        (kept if line is not None and keep(number, line) else moved).append(raw)
+    foreign: list[int] = []
+    own = 0
+    for number, (raw, line) in enumerate(_parsed(path), 1):
+        (kept if line is not None and keep(own, line) else moved).append(raw)
+        own += line is not None
+        if line is None and raw.endswith(b"\n"):  # else a crash has torn it
+            foreign.append(number)
+    if foreign:
+        log.warning(
+            "%s: %d lines are none of a run's (%s): they are moved to %s",
+            path,
+            len(foreign),
+            listed_lines(foreign),
+            path.stem + SUPERSEDED,
+        )
     if moved:
         with path.with_name(path.stem + SUPERSEDED).open("ab") as aside:
             aside.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw in moved)
         fresh = path.with_name(path.name + ".tmp")
         fresh.write_bytes(b"".join(kept))
         fresh.replace(path)
+
+
+def listed_lines(numbers: Sequence[int]) -> str:
+    """Return the numbers of some lines in words, the first five of them."""
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"line {', '.join(map(str, numbers[:5]))}{more}"
 
 
 def _open_board(folder: Path, resume_step: int | None) -> Any:

@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,12 +29,14 @@ from jaxrl_async.errors import (
     GivenUp,
     RolloutError,
     RolloutTimeout,
+    TextTooLong,
 )
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports import ChatFormat, Reply
+from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
@@ -43,7 +45,12 @@ from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
+ASIDE_CHARS = 2**16
+"""Longer messages, characters, are tokenized in a thread, not on the episodes' event loop."""
+TELL_EACH = 100
+"""Every which cut reply is logged."""
 KEPT_OPENINGS = 256
 """Openings whose tokens are kept, by what is said."""
 DEFAULT_TOOL_LIMITS = ToolLimits()
@@ -61,6 +68,8 @@ class ChatLimits:
     backoff_s: float = 1.0
     threads: int = 64
     tools: ToolLimits = DEFAULT_TOOL_LIMITS
+    most_chars: int = 2**20  # longer replies cannot fit, and are cut to tools.result_chars
+    cannot_fit: Callable[[str], bool] = lambda text: False  # tells of a shorter text that, too
 
 
 class ChatEnvs:
@@ -86,6 +95,7 @@ class ChatEnvs:
         self.outages = outages or Outages(count=count)
         self.task, self.chat, self.limits, self.count = task, chat, limits, count
         self.threads = Threads(limits.threads)
+        self._long = 0  # replies that were cut
         self._opened = functools.lru_cache(KEPT_OPENINGS)(
             lambda written: chat.opening(*json.loads(written))
         )
@@ -101,6 +111,64 @@ class ChatEnvs:
         except (TypeError, ValueError, RecursionError):  # not plain JSON: each time anew
             return self.chat.opening(messages, tools)
         return self._opened(written)
+
+    async def following(
+        self,
+        before: IntArray,
+        said: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> tuple[IntArray, IntArray | None]:
+        """Return what follows a sequence, and None; or nothing and the opening of a new context.
+
+        What is too long to be tokenized is stood for by more tokens than fit.
+
+        Args:
+            before: [length] int32, which the policy's turn ends.
+            said: what follows it.
+            messages: the whole conversation, for the opening.
+            tools: that are shown.
+        """
+        try:
+            more = await self.tokens(lambda: self.chat.continuation(before, said, tools), said)
+            if more is not None:
+                return more, None
+            opening = await self.tokens(lambda: self.opening(messages, tools), messages)
+        except TextTooLong as error:
+            return error.token_ids, None
+        return NO_REPLY, opening
+
+    async def tokens(self, work: Callable[[], T], messages: Sequence[Message]) -> T:
+        """Do the work that makes messages tokens; of long ones in a thread."""
+        if chars_of(messages) <= ASIDE_CHARS:
+            return work()
+        return await asyncio.to_thread(work)
+
+    async def said(self, given: Said, method: str) -> list[Message]:
+        """Return what an environment's method gave as messages; those that cannot fit are cut,
+        counted and logged. Raises RolloutError."""
+        limits = self.limits
+        said = messages_of(given, method)
+        most, left = limits.most_chars, min(limits.tools.result_chars, limits.most_chars)
+        if ASIDE_CHARS < chars_of(said) <= most:
+            long = long_texts(said, ASIDE_CHARS)
+            if await asyncio.to_thread(lambda: any(map(limits.cannot_fit, long))):
+                most = left
+        kept, cut = fitted(said, most, left)
+        if cut:
+            self.count("long_replies")
+            self._long += 1
+            if self._long == 1 or self._long % TELL_EACH == 0:
+                log.warning(
+                    "the environment's %s gave %d characters, which cannot fit into "
+                    "sampler.max_length: %d in the middle are cut (%d such replies so far). Let it "
+                    "say less.",
+                    method,
+                    chars_of(said),
+                    cut,
+                    self._long,
+                )
+        return kept
 
     async def made(self) -> Environment:
         """Return a new environment of the user's with its tools."""
@@ -208,7 +276,7 @@ class ChatEnv:
             return await self._envs.call(self._env.reset, record)
 
         said = value_of(await self._envs.again("the environment (reset)", reset, prompt), "reset")
-        messages = messages_of(said, "reset")
+        messages = await self._envs.said(said, "reset")
         if not messages:
             raise RolloutError(
                 f"the environment's reset gave no message for prompt {prompt.prompt_id}, whose "
@@ -217,12 +285,15 @@ class ChatEnv:
             )
         messages = list(with_system_prompt(messages, self._envs.task.system_prompt))
         tools = self.schemas(prompt)
-        opening = self._envs.opening(messages, tools)
-        if (
-            tools
-            and not self.own_schemas
-            and np.array_equal(opening, self._envs.opening(messages, ()))
-        ):
+        envs, asks = self._envs, bool(tools) and not self.own_schemas
+        try:
+            opening = await envs.tokens(lambda: envs.opening(messages, tools), messages)
+            leaves_out = asks and np.array_equal(
+                opening, await envs.tokens(lambda: envs.opening(messages, ()), messages)
+            )
+        except TextTooLong as error:
+            opening, leaves_out = error.token_ids, False
+        if leaves_out:
             raise RolloutError(
                 f"the chat format leaves out the tools that prompt {prompt.prompt_id}'s record "
                 "brings. Set data.chat_format to one that shows tools, or rename the column."
@@ -236,7 +307,7 @@ class ChatEnv:
         message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
         answers = self.own_schemas or not self.schemas(prompt)
         given = await self._answered(env, message, prompt) if answers else Step(done=True)
-        said = messages_of(given.messages, "step")
+        said = await self._envs.said(given.messages, "step")
         turns = talk.turns + 1
         done, cut_off = given.done or not said, False
         if not done and turns >= self._envs.limits.max_turns:
@@ -246,11 +317,9 @@ class ChatEnv:
         messages = [*talk.messages, message, *([] if done else said)]
         reply, opening = NO_REPLY, None
         if not done:
-            more = self._envs.chat.continuation(before, said, self.schemas(prompt))
-            if more is None:
-                opening = self._envs.opening(messages, self.schemas(prompt))
-            else:
-                reply = more
+            reply, opening = await self._envs.following(
+                before, said, messages, self.schemas(prompt)
+            )
         after = np.concatenate([before, reply]) if opening is None else opening
         self._talk = _Talk(messages=messages, token_ids=after, turns=turns)
         earned = earned_in(given)

@@ -20,13 +20,17 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
-from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import (
+    RolloutError,
+    RolloutTimeout,
+    TextTooLong,
+    is_the_runs_own_end,
+)
 from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
 from jaxrl_async.ports import Generate, Player, Reply
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
-    messages_of,
     record_of,
     score_given,
     value_of,
@@ -184,7 +188,7 @@ class GameMember:
                 for number, name in enumerate(game.seats)
             }
             while moves.ask:
-                self._tell(moves)
+                await self._tell(moves)
                 asking = clock()
                 said = await self._said(generate, prompt, list(moves.ask), label, member, limits)
                 drawing_s += clock() - asking
@@ -205,30 +209,33 @@ class GameMember:
 
     # ---- a round
 
-    def _tell(self, moves: Round) -> None:
+    async def _tell(self, moves: Round) -> None:
         """Write what the seats are told into their conversations, and into their tokens."""
         for name, told in moves.ask.items():
             seat = self._seats[name]
-            said = messages_of(told, "step")
+            said = await self._chat.said(told, "step")
             if not seat.messages and said:
                 said = list(with_system_prompt(said, self._chat.task.system_prompt))
             seat.messages += said
             if seat.player is None:
-                self._append(seat, said)
+                await self._append(seat, said)
 
-    def _append(self, seat: _Seat, said: Sequence[Message]) -> None:
-        more = None
-        if seat.turns:
-            more = self._chat.chat.continuation(seat.tokens, said, ())
-        if more is not None:
+    async def _append(self, seat: _Seat, said: Sequence[Message]) -> None:
+        chat = self._chat
+        if not seat.turns:
+            try:
+                seat.tokens = await chat.tokens(lambda: chat.opening(seat.messages, ()), said)
+            except TextTooLong as error:
+                seat.tokens = error.token_ids
+            seat.first = seat.tokens
+            return
+        more, opening = await chat.following(seat.tokens, said, seat.messages, ())
+        if opening is None:
             seat.turns[-1] = replace(seat.turns[-1], reply=more)
             seat.tokens = np.concatenate([seat.tokens, more]).astype(np.int32)
-            return
-        seat.tokens = self._chat.opening(seat.messages, ())
-        if seat.turns:
-            seat.turns[-1] = replace(seat.turns[-1], opening=seat.tokens)
         else:
-            seat.first = seat.tokens
+            seat.tokens = opening
+            seat.turns[-1] = replace(seat.turns[-1], opening=opening)
 
     async def _said(
         self,

@@ -32,7 +32,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError, MeshError
 from jaxrl_async.ports import Clock, GroupSource
-from jaxrl_async.run.signals import Stop
+from jaxrl_async.run.signals import HURRIED, Stop
 from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 
 SMALLEST = 1024
@@ -186,7 +186,7 @@ class StopRequests(Protocol):
 
     @property
     def preempted(self) -> bool:
-        """Whether it was by SIGTERM: there is little time."""
+        """Whether it was by SIGTERM or SIGHUP: there is little time."""
         ...
 
 
@@ -257,8 +257,8 @@ class SharedStop:
 
     @property
     def preempted(self) -> bool:
-        """Whether that was by SIGTERM, as agreed on in the last `is_set`."""
-        return self._reason == "SIGTERM"
+        """Whether that was by SIGTERM or SIGHUP, as agreed on in the last `is_set`."""
+        return self._reason in HURRIED
 
 
 def pass_on(stop: Stop, reasons: Iterable[str]) -> str:
@@ -299,8 +299,8 @@ class SharedSource:
 
     @property
     def preempted(self) -> bool:
-        """Whether that was by SIGTERM."""
-        return self._reason == "SIGTERM"
+        """Whether that was by SIGTERM or SIGHUP."""
+        return self._reason in HURRIED
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         """Draw one step's groups of all processes, the same in each; timeout_s is not looked at.

@@ -135,6 +135,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     claim_devices(config)
     task, slices = find_task(config), make_slices(config.mesh)
     tokenizer = make_tokenizer(config.data, config.model, task)
+    tokenizer.max_tokens = config.longest_text
     spec = check_model(config, tokenizer, slices)
     tokenizer.images = image_store(config, spec, tokenizer)
     split = _split(config, tokenizer, task)

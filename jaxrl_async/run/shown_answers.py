@@ -19,6 +19,17 @@ MOST_CHARACTERS = 100
 """Length to which a prompt or an answer is cut where it is shown."""
 
 
+NEEDED: Mapping[str, type] = {
+    "version": int,
+    "index": int,
+    "seat": str,
+    "prompt": str,
+    "completion": str,
+    "reward": object,
+}
+"""What an answer has at least, and of which type."""
+
+
 def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
     """Return what appends the answers of an evaluation to a file, a JSON object each."""
 
@@ -31,13 +42,19 @@ def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:
-    """Return what was written, without torn lines; [] if there is no file."""
+    """Return what was written, without torn and foreign lines; [] if there is no file."""
     found = []
-    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else ():
+    lines = file.read_text("utf-8", "replace").split("\n")[:-1] if file.exists() else ()
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            log.debug("%s: a line that is no object is left out", file)
+            answer = json.loads(line)
+            whole = all(isinstance(answer[name], kind) for name, kind in NEEDED.items())
+        except (ValueError, TypeError, LookupError, RecursionError):
+            whole = False
+        if whole:
+            found.append(answer)
+        else:
+            log.warning("%s: line %d is no answer of an evaluation, and left out", file, number)
     return found
 
 

@@ -1,6 +1,7 @@
-"""Signals: one Ctrl-C finishes the step, saves and exits with 0; SIGTERM does so without the last
-evaluation and exits with 75. A second signal ends the process at once; in a notebook, whose kernel
-holds more than the run, it raises KeyboardInterrupt."""
+"""Signals: one Ctrl-C finishes the step, saves and exits with 0; SIGTERM, and SIGHUP of a terminal
+that closes, do so without the last evaluation and exit with 75. A second signal ends the process at
+once; in a notebook, whose kernel holds more than the run, it raises KeyboardInterrupt. Where SIGHUP
+is ignored from the start (nohup), it stays so."""
 
 import logging
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,15 +20,20 @@ from jaxrl_async.metrics.json_logs import signal_line
 EXIT_CODE = 130
 """Exit code after a second signal: 128 + SIGINT, as shells count."""
 PREEMPTED_CODE = 75
-"""Exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit code after SIGTERM or SIGHUP: EX_TEMPFAIL of sysexits.h, "try again later"."""
+HURRIED = ("SIGTERM", "SIGHUP")
+"""Signals after which there is little time."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask for a stop."""
 
 log = logging.getLogger(__name__)
 
 
 def preempted(stop: "Stop", what: str) -> Preempted:
-    """Return what a run raises after SIGTERM, once everything is saved. what: what was saved."""
+    """Return what a run raises after SIGTERM or SIGHUP, once everything is saved. what: what was
+    saved."""
     return Preempted(
-        f"SIGTERM: {what} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
+        f"{stop.reason}: {what} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
         "--resume continues from there."
     )
 
@@ -51,10 +57,23 @@ def end_on_ctrl_c() -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, signal_line("SIGINT: nothing was begun; ending"))
+        tell("SIGINT: nothing was begun; ending")
         os._exit(EXIT_CODE)
 
     signal.signal(signal.SIGINT, end)
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr from a signal's handler, which may run in the middle of a print or of
+    logging; where it cannot be written (a terminal that has closed) it is lost."""
+    with suppress(OSError):
+        os.write(2, signal_line(text))
+
+
+def listens_to(number: signal.Signals) -> bool:
+    """Return whether a signal may be handled: not where whoever began this process has SIGHUP
+    ignored (nohup)."""
+    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 LOOK_S = 0.1
@@ -64,14 +83,16 @@ LOOK_S = 0.1
 class Stop:
     """Whether the run was asked to stop, and by what.
 
-    The first SIGINT or SIGTERM sets it; the second ends the process at once with EXIT_CODE. Leaving
-    the `with` restores the earlier handlers. Python delivers signals to the main thread alone:
+    The first SIGINT, SIGTERM or SIGHUP sets it; a second SIGINT or SIGTERM ends the process at once
+    with EXIT_CODE. SIGHUP, of which a terminal that closes may send several, and which service
+    managers send with SIGTERM, is never the first or second of the two. Leaving the `with` restores
+    the earlier handlers. Python delivers signals to the main thread alone:
     entered on another thread, which is logged, it gets none, and only `request` sets it.
     """
 
     def __init__(
         self,
-        signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM),
+        signals: tuple[signal.Signals, ...] = STOPPING,
         *,
         grace_s: float | None = None,
         end_process: Callable[[int], Any] = end_at_once,
@@ -80,7 +101,8 @@ class Stop:
 
         Args:
             signals: what to handle.
-            grace_s: seconds from SIGTERM until the process ends with PREEMPTED_CODE in any case.
+            grace_s: seconds from SIGTERM or SIGHUP until the process ends with PREEMPTED_CODE in
+                any case.
             end_process: ends the process with an exit code.
         """
         self._signals, self._grace_s, self._end_process = signals, grace_s, end_process
@@ -89,14 +111,19 @@ class Stop:
         self._event = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self.reason = ""
+        self._counted = False  # a SIGINT or SIGTERM has come
         self.answer = "stopping after this step and saving"
         """What the message on the first signal says the run will do."""
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
-            log.warning("train() is not on the main thread: Ctrl-C and SIGTERM do not stop the run")
+            log.warning(
+                "train() is not on the main thread: Ctrl-C, SIGTERM and SIGHUP do not stop the run"
+            )
             return self
-        self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
+        self._before = {
+            s: signal.signal(s, self._on_signal) for s in self._signals if listens_to(s)
+        }
         return self
 
     def __exit__(
@@ -120,8 +147,9 @@ class Stop:
 
     @property
     def preempted(self) -> bool:
-        """Whether it was by SIGTERM: the machine is needed for something else soon."""
-        return self.reason == "SIGTERM"
+        """Whether it was by SIGTERM or SIGHUP: the machine is needed for something else soon, or
+        nobody is there any more."""
+        return self.reason in HURRIED
 
     @contextmanager
     def acting_on(self, act: Callable[[], object]) -> Iterator[None]:
@@ -152,25 +180,24 @@ class Stop:
         return self._event.wait(timeout_s)
 
     def _end_late(self) -> None:
-        os.write(
-            2,
-            signal_line(
-                f"SIGTERM: not ended within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
-                "--resume continues from the newest checkpoint"
-            ),
+        tell(
+            f"{self.reason}: not ended within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
+            "--resume continues from the newest checkpoint"
         )
         self._end_process(PREEMPTED_CODE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self._event.is_set():
-            os.write(2, signal_line(f"{name} again: ending at once; what was not saved is lost"))
+        counts = number != signal.SIGHUP
+        hung_up = self.reason == "SIGHUP" and not self._counted
+        if counts and self._event.is_set() and not hung_up:
+            tell(f"{name} again: ending at once; what was not saved is lost")
             self._end_process(EXIT_CODE)
             return
+        self._counted = self._counted or counts
         self.request(name)
-        if self.preempted and self._grace_s is not None:
+        if self.preempted and self._grace_s is not None and self._timer is None:
             self._timer = threading.Timer(self._grace_s, self._end_late)
             self._timer.daemon = True
             self._timer.start()
-        # os.write, not print or logging: a handler may run in the middle of either.
-        os.write(2, signal_line(f"{name}: {self.answer}; once more ends at once"))
+        tell(f"{name}: {self.answer}; once more ends at once")

@@ -97,7 +97,7 @@ def action_schema(place: ServerPlace) -> Mapping[str, Any]:
         action = found["action"]
         if not isinstance(action, dict):
             raise TypeError("no object")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RolloutError(
             f"the environment server does not say at {address} which actions it takes ({error}). "
             "Is it running, and of OpenEnv?"

@@ -17,7 +17,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     with_system_prompt,
 )
 from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
-from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.ports import ChatFormat
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import QUESTIONS, Records, Task, conversation_of
@@ -185,11 +185,14 @@ class Teaches:
     from_records: bool = False  # the records' own tools are shown
 
     def __call__(self, record: TaskRecord) -> tuple[IntArray, BoolArray]:
-        """Return token_ids [length] and mask [length], True for the policy's turns. Raises
-        DataError."""
+        """Return token_ids [length] and mask [length], True for the policy's turns; of a
+        conversation that is too long to be encoded, more tokens than fit. Raises DataError."""
         messages = with_system_prompt(worked_messages(record), self.system_prompt)
         tools = record_tools(record) if self.from_records else self.tools
-        return worked_tokens(self.chat, messages, tools)
+        try:
+            return worked_tokens(self.chat, messages, tools)
+        except TextTooLong as error:
+            return error.token_ids, np.zeros(len(error.token_ids), bool)
 
 
 def worked_messages(record: TaskRecord) -> list[Message]:

@@ -175,12 +175,12 @@ class Toolbox:
         return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
 
     def _cut(self, result: Any) -> str:
-        text = _sayable(result if isinstance(result, str) else _as_json(result))
+        text = result if isinstance(result, str) else _as_json(result)
         most = self._limits.result_chars
         if len(text) <= most:
-            return text
+            return _sayable(text)
         self._count("cut_tool_results")
-        return f"{text[:most]}... ({len(text) - most} more characters are cut)"
+        return f"{_sayable(text[:most])}... ({len(text) - most} more characters are cut)"
 
 
 def name_of_tool(tool: Tool) -> str:

@@ -6,7 +6,6 @@ data as JSON, which the page reads where it would ask the server (page/source.js
 
 import base64
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.recorder import METRICS_FILE
 from jaxrl_async.view.answers import LAST_STEP, extents, identity, layout, summary
+from jaxrl_async.view.plain_json import plain_json
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MODULES = (
@@ -54,7 +54,7 @@ def write_report(run_dir: Path) -> Path:
         )
     run = WatchedRun(run_dir, run_dir.absolute().name)
     path = run_dir / "report.html"
-    path.write_text(page(embedded(run)), "utf-8")
+    path.write_text(page(embedded(run)), "utf-8", "replace")
     return path
 
 
@@ -127,7 +127,7 @@ def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[li
 
 def as_json(value: Any) -> str:
     """Encode as JSON that stays text wherever it stands in a page: it holds no `<`, `>` or `&`."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = plain_json(value)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -181,6 +181,9 @@ def main(argv: Sequence[str]) -> int:
             print(write_report(Path(run)))
     except DataError as error:
         print(f"DataError: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"the report cannot be written: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -62,7 +62,7 @@ def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
 def ages(run: WatchedRun) -> list[dict[str, Any]]:
     """Return the learnt tokens of each age in versions, and what was measured of their episodes:
     averaged over the tokens of all steps."""
-    counts = {int(k.removeprefix(TOKENS)): v for k, v in run.totals(TOKENS).items() if v > 0}
+    counts = _numbered(run, TOKENS)
     return [
         {"age": age, "tokens": counts[age]} | {n: age_mean(run, age, n) for n in AGE_COLUMNS}
         for age in sorted(counts)
@@ -84,8 +84,14 @@ def age_mean(run: WatchedRun, age: int, name: str) -> float | None:
 
 def lengths(run: WatchedRun) -> dict[str, float]:
     """Return the number of learnt episodes by how many tokens were drawn in them: 9 to 16, ..."""
-    counts = {int(k.removeprefix(LENGTHS)): v for k, v in run.totals(LENGTHS).items() if v > 0}
+    counts = _numbered(run, LENGTHS)
     return {_words_of(most): counts[most] for most in sorted(counts)}
+
+
+def _numbered(run: WatchedRun, prefix: str) -> dict[int, float]:
+    """Return the totals, above 0, of the metrics that are called so and a number of few digits."""
+    found = ((k.removeprefix(prefix), v) for k, v in run.totals(prefix).items())
+    return {int(n): v for n, v in found if v > 0 and n.isascii() and n.isdigit() and len(n) < 10}
 
 
 def _words_of(most: int) -> str:

@@ -24,7 +24,9 @@ from jaxrl_async.view.sections import WARM
 from jaxrl_async.view.spans import RunSpans, read_spans, trace_files
 
 MAX_LINE = 2**24
-"""Longest line that is read, bytes."""
+"""Longest line that is read, bytes; longer ones are left out."""
+MAX_DEPTH = 32
+"""Deepest nesting of a line that is read."""
 Points = tuple[list[int], list[float]]
 """[points] steps, ascending, and [points] values."""
 
@@ -60,14 +62,29 @@ class GrowingFile:
         file.seek(self.at)
         lines, place = [], self.at
         for raw in iter(lambda: file.readline(MAX_LINE), b""):
-            if not raw.endswith(b"\n"):
+            size, is_whole = len(raw), raw.endswith(b"\n")
+            if not is_whole and size == MAX_LINE:  # left out, once its end is written
+                rest, is_whole = _rest_of_line(file)
+                size, raw = size + rest, b""
+            if not is_whole:
                 break
-            lines.append((place, raw))
-            place += len(raw)
+            if raw:
+                lines.append((place, raw))
+            place += size
         if lines:
             self.last_at = lines[-1][0]
         self.at = place
         return void, lines
+
+
+def _rest_of_line(file: Any) -> tuple[int, bool]:
+    """Return how many more bytes a long line has, and whether its end is written."""
+    size = 0
+    for raw in iter(lambda: file.readline(MAX_LINE), b""):
+        size += len(raw)
+        if raw.endswith(b"\n"):
+            return size, True
+    return size, False
 
 
 @dataclass(slots=True)
@@ -124,12 +141,13 @@ class WatchedMetrics:
         for _, raw in lines:
             line = _object(raw)
             step = line.pop("step", None)
-            if not isinstance(step, int):
+            if not is_step(step):
                 continue
             for key, value in line.items():
                 column = self.columns.setdefault(self.prefix + key, Column())
-                if isinstance(value, int | float) and isfinite(value):
-                    column.put(step, float(value))
+                number = finite_number(value)
+                if number is not None:
+                    column.put(step, number)
         self.file.at = self.file.last_at  # the last line may be written anew
 
 
@@ -299,7 +317,7 @@ def _is_locked(path: Path) -> bool:
 
 
 _CHOSEN_BY = re.compile(
-    rb'\{"step": (\d+), .*?"reward": (-?\d[\d.]*(?:e[+-]?\d+)?), .*?"stop": "(%s)"'
+    rb'\{"step": (\d{1,18}), .*?"reward": (-?\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?), .*?"stop": "(%s)"'
     % "|".join(StopReason).encode(),
     re.DOTALL,
 )
@@ -314,9 +332,8 @@ def chosen_by(raw: bytes) -> tuple[int, float, str]:
     if found := _CHOSEN_BY.match(raw):
         return int(found[1]), float(found[2]), found[3].decode()
     line = _object(raw)
-    reward = line.get("reward")
-    number = float(reward) if isinstance(reward, int | float) else 0.0
-    return _whole(line.get("step")), number, str(line.get("stop", ""))
+    step, reward = line.get("step"), finite_number(line.get("reward"))
+    return int(step or 0) if is_step(step) else 0, reward or 0.0, str(line.get("stop", ""))
 
 
 def _line_of(file: Any, sample: Sample) -> bytes:
@@ -339,15 +356,36 @@ def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
+    """Return a line's object; {} for a damaged or foreign line."""
     try:
         value = json.loads(raw)
-    except ValueError:
+        is_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value, MAX_DEPTH)
+    except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and not is_deep else {}
 
 
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+def _is_deep(value: Any, most: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not most or any(_is_deep(one, most - 1) for one in inner)
+
+
+def is_step(value: Any) -> bool:
+    """Return whether a value of a line may be the number of a step."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a value of a line as a finite number; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return number if isfinite(number) else None
 
 
 def stamp_of(files: list[Path]) -> str:

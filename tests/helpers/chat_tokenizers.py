@@ -126,11 +126,16 @@ LLAMA3 = f"""
 """As Llama 3.2 writes messages: tools in the first question, one call a turn, as bare JSON."""
 
 
-@functools.cache
 def byte_tokenizer(
     template: str | None, *, tokens: tuple[str, ...] = QWEN_TOKENS, eos: str = "<|im_end|>"
 ) -> Tokenizer:
-    """Return a byte-level tokenizer with a few merges, the tokens and the template."""
+    """Return a byte-level tokenizer with a few merges, the tokens and the template: one of its
+    own, since whoever serves it bounds its texts."""
+    return Tokenizer(_byte_level(template, tokens, eos))
+
+
+@functools.cache
+def _byte_level(template: str | None, tokens: tuple[str, ...], eos: str) -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -147,7 +152,7 @@ def byte_tokenizer(
         hf.add_tokens([AddedToken(mark, normalized=False) for mark in QWEN_MARKS])
     hf.eos_token = eos
     hf.chat_template = template
-    return Tokenizer(hf)
+    return hf
 
 
 def qwen3_tokenizer() -> Tokenizer:

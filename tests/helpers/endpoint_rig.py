@@ -101,7 +101,10 @@ class Speaker:
     seed = None
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], step: int = 3) -> None:
-        self.tokenizer, self.texts, self._step = tokenizer, list(texts), step
+        self.tokenizer = Tokenizer(
+            tokenizer.hf, eos_ids=tokenizer.eos_ids
+        )  # for texts of any length
+        self.texts, self._step = list(texts), step
         self.requests: list[Request] = []
         self._running: dict[str, tuple[Partial, np.ndarray, asyncio.Future]] = {}
 

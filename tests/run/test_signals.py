@@ -62,7 +62,7 @@ def test_off_the_main_thread_it_says_that_no_signal_is_heard_and_can_still_be_as
     thread.start()
     thread.join()
     assert asked == [True] and signal.getsignal(signal.SIGINT) == before
-    assert "Ctrl-C and SIGTERM do not stop the run" in caplog.text
+    assert "Ctrl-C, SIGTERM and SIGHUP do not stop the run" in caplog.text
 
 
 KERNEL = """

@@ -81,6 +81,7 @@ def check_inputs(
     task, faults = find_task(config), FaultCounts()
     outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)
+    tokenizer.max_tokens = config.longest_text
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
     tokenizer.images = image_store(config, spec, tokenizer)

@@ -97,7 +97,9 @@ class RunOpponents:
         check_params(folder, spec)
         check_lengths(config, spec, path)
         if (folder / "tokenizer.json").is_file():
-            self._chats[path] = chat_format(load_tokenizer(folder), folder)
+            tokenizer = load_tokenizer(folder)
+            tokenizer.max_tokens = config.longest_text
+            self._chats[path] = chat_format(tokenizer, folder)
         elif spec.vocab != self._spec.vocab:
             raise ConfigError(
                 f"seats: {path} has no tokenizer.json and a vocabulary of {spec.vocab} tokens, the "

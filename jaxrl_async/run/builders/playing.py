@@ -171,7 +171,8 @@ def make_play(
             stop_token_ids=chat.stop_token_ids,
             own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
         )
-    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: count(name, 1), outages)
+    limits = chat_limits(config, tokenizer)
+    envs = ChatEnvs(task, chat, limits, lambda name: count(name, 1), outages)
     own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
     examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]
@@ -205,7 +206,7 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
     own = TaskData(task=task, chat=chat, tools=())
     if task.program is not None:
         return own
-    envs = ChatEnvs(task, chat, chat_limits(config), lambda name: None)
+    envs = ChatEnvs(task, chat, chat_limits(config, tokenizer), lambda name: None)
     return replace(own, tools=_tried(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
 
 
@@ -283,7 +284,7 @@ def key_variables(settings: Any) -> set[str]:
     return named
 
 
-def chat_limits(config: Config) -> ChatLimits:
+def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
     """Return what an episode may take."""
     section = config.env
     return ChatLimits(
@@ -293,6 +294,8 @@ def chat_limits(config: Config) -> ChatLimits:
         backoff_s=config.faults.backoff_s,
         threads=section.threads,
         tools=ToolLimits(timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars),
+        most_chars=tokenizer.most_chars(config.sampler.max_length),
+        cannot_fit=tokenizer.cannot_fit,
     )
 
 

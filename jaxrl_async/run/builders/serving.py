@@ -83,13 +83,14 @@ class RunServing:
     def open(self, served: Served) -> None:
         """Listen and answer. Raises ConfigError and MissingExtraError."""
         section, key = self._section, self._guest_key
+        mib = section.max_body_mib
         most_waiting = section.max_open_calls // 2  # the other places are for those that play
         door = AgentDoor(self.lobby, self._agent_key, most_waiting=most_waiting)
         desk = Desk(
             served,
             EndpointLimits(
                 max_open_calls=section.max_open_calls,
-                max_body_bytes=section.max_body_mib * 2**20,
+                max_body_bytes=None if mib is None else mib * 2**20,
                 call_s=section.call_timeout_s,
                 stall_s=section.stall_s,
             ),

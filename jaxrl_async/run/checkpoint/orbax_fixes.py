@@ -29,17 +29,6 @@ def limit_arenas() -> None:
         mallopt(M_ARENA_MAX, max(4, (os.cpu_count() or 1) // 4))
 
 
-def give_back_memory() -> None:
-    """Return freed memory that malloc holds to the system.
-
-    A checkpoint's copies leave it scattered over the threads' arenas, and a long run would seem to
-    grow. Does nothing if malloc is not glibc's.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def mend_orbax() -> None:
     """Keep orbax from asking TensorStore for JSON, which TensorStore then never frees.
 

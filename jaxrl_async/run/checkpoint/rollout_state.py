@@ -254,7 +254,7 @@ def reopened(path: Path, state: RolloutsState, version: int, resumes: bool) -> L
     """
     if not resumes:
         return Ledger(path)
-    set_aside(path, lambda number, _: number < state.buffer.ledger_lines)
+    set_aside(path, lambda number, line: "fate" in line and number < state.buffer.ledger_lines)
     ledger = Ledger(path)
     places = [of_process.buffer.next_group for of_process in (state, *state.others)]
     facts = {"places": places} if state.others else {"next_group": places[0]}

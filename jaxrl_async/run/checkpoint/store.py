@@ -28,9 +28,10 @@ from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
-from jaxrl_async.run.checkpoint.orbax_fixes import give_back_memory, mend_orbax
+from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
 from jaxrl_async.run.checkpoint.seal import (
     CHECKSUMS,
     UNNAMED,

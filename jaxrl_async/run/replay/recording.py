@@ -203,7 +203,7 @@ def read_schedule(path: Path, config: Config) -> Recorded:
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict) or not event:
         raise ReplayError(

@@ -120,7 +120,7 @@ class Snapshots:
                 given = json.loads(line)
                 standings_from(given)
                 lines.append({**given, "version": int(given["version"])})
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 log.warning("%s: a line is torn and left out", self._folder / STANDINGS)
         return lines
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RolloutError, TextTooLong
 from jaxrl_async.ports import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Message, Prompt, Request, SamplingParams
@@ -49,7 +49,11 @@ class WeightsPlayer:
         turn: int,
     ) -> Message:
         """See ports.Player. Raises RolloutError for a conversation that leaves no room."""
-        tokens, limits = self.chat.opening(messages, tools), self.limits
+        limits = self.limits
+        try:
+            tokens = self.chat.opening(messages, tools)
+        except TextTooLong as error:
+            tokens = error.token_ids
         if len(tokens) >= limits.max_length:
             raise RolloutError(
                 f"the conversation of seat {self.seat} ({self.name}) has {len(tokens)} tokens, "

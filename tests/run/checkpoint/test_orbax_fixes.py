@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.run.checkpoint.orbax_fixes import ORBAX_WRITES, give_back_memory, mend_orbax
+from jaxrl_async.host import give_back_memory
+from jaxrl_async.run.checkpoint.orbax_fixes import ORBAX_WRITES, mend_orbax
 from jaxrl_async.run.checkpoint.store import Checkpoints
 
 

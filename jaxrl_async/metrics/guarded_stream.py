@@ -1,0 +1,124 @@
+"""Text streams that never raise: a broken pipe, a full disk or a closed terminal ends no run.
+
+The first write that fails is said once in the log; from then on nothing is written.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+log = logging.getLogger(__name__)
+
+
+class GuardedStream(io.TextIOBase):
+    """A stream whose failures are no errors. Usable from any thread."""
+
+    def __init__(self, stream: TextIO | None, name: str, *, owns: bool = False) -> None:
+        """Guard a stream.
+
+        Args:
+            stream: what is written to; None: the process has none, and nothing is written.
+            name: for the log.
+            owns: the process is ours, and so is its file descriptor: once it cannot be written it
+                leads nowhere, for whatever else writes to it.
+        """
+        self._stream, self._name, self._owns = stream, name, owns
+        self.broken = stream is None
+
+    def write(self, text: str) -> int:
+        """Write, if that still can be done."""
+        if self._stream is not None and not self.broken:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:
+                if isinstance(error, UnicodeEncodeError):
+                    self._written_plainly(text)
+                else:
+                    self._give_up(error)
+        return len(text)
+
+    def _written_plainly(self, text: str) -> None:
+        """Write what the stream's encoding does not hold as escapes."""
+        assert self._stream is not None
+        encoding = getattr(self._stream, "encoding", None) or "ascii"
+        plain = text.encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            self._stream.write(plain)
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Flush, if that still can be done."""
+        if self._stream is not None and not self.broken:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.broken = True  # first: the log may be written to this very stream
+        if self._owns:
+            with contextlib.suppress(OSError, ValueError):
+                descriptor = self.fileno()
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+        log.warning(
+            "%s cannot be written any more (%s: %s): nothing is shown there from now on; the run "
+            "continues",
+            self._name,
+            type(error).__name__,
+            error,
+        )
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        try:
+            return self._stream is not None and not self.broken and self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        """Return the file descriptor. Raises OSError if there is none."""
+        if self._stream is None:
+            raise io.UnsupportedOperation("there is no stream")
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    @property
+    def buffer(self) -> Any:
+        """The stream of bytes below, which is not guarded."""
+        return self._stream.buffer if self._stream is not None else io.BytesIO()
+
+
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Guard stdout and stderr of a process that is ours, inside the `with`."""
+    before = sys.stdout, sys.stderr
+    guarded = tuple(
+        GuardedStream(stream, name, owns=stream is fixed)
+        for stream, fixed, name in (
+            (sys.stdout, sys.__stdout__, "stdout"),
+            (sys.stderr, sys.__stderr__, "stderr"),
+        )
+    )
+    sys.stdout, sys.stderr = guarded
+    try:
+        yield
+    finally:
+        for stream in guarded:
+            stream.flush()
+        sys.stdout, sys.stderr = before
