@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from chaos import ROOT, TINY, last_step
+from chaos import ROOT, last_step
 from common import Row, report
 from packets import HOSTS, Line, inside, missing, network
 
@@ -49,7 +49,15 @@ def slow_digits(prompt, completion, reference):
 """
 """A reward that a random policy sometimes gets, and that makes steps long enough to be hit."""
 SETTINGS = (
-    *TINY,
+    "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "data.addition={digits: 1, eval_size: 16}",
+    "warm_start={steps: 20, batch_size: 16}",
+    "trainer.warmup_steps=0",
+    "sampler={slots: 16, max_new_tokens: 16, max_length: 48}",
+    "algorithm={group_size: 4, groups_per_step: 4, learning_rate: 1e-3}",
+    "trainer.micro_batch_tokens=512",
+    "metrics={peak_flops: 1e9, tensorboard: false}",
+    "checkpoint={every: 1, keep: 2}",
     "mesh.samplers_in=elsewhere",
     f"remote={{listen: '{HOSTS[TRAINER]}:{PORT}', transfer: tcp, least: 2, wait_s: 60, "
     f"silence_s: {SILENCE_S}, transfer_timeout_s: 10}}",

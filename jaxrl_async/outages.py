@@ -340,7 +340,7 @@ _limits: ContextVar[tuple[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], ...
 
 
 @contextlib.asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Do as asyncio.timeout; outages inside, on this loop or on another, put it off."""
     async with asyncio.timeout(seconds) as limit:
         token = _limits.set((*_limits.get(), (asyncio.get_running_loop(), limit)))
