@@ -249,9 +249,9 @@ class Tokenizer:
 
     def count_unknown(self, token_ids: IntArray) -> int:
         """Return how many ids [n] have no token, as in a vocabulary that is padded beyond the
-        tokenizer's; texts lack them. The first ones are logged."""
+        tokenizer's; texts lack them. Logged the first time that one in a hundred has none."""
         count = int(np.count_nonzero(~np.isin(token_ids, self._known)))
-        if count and not self._warned:
+        if count * 100 >= len(token_ids) > 0 and not self._warned:
             self._warned = True
             log.warning(
                 "the policy samples ids that have no token, %d of %d here (the tokenizer has %d "

@@ -162,7 +162,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
 @pytest.mark.exhaustive
 def test_a_healthy_run_in_a_fresh_process_says_nothing_on_stderr(runs: Path) -> None:
     """Whatever is installed beside it: libtpu, orbax, absl, transformers."""
-    out, err = start(runs, "run.name=quiet", "warm_start.steps=40").communicate(timeout=300)
+    out, err = start(runs, "run.name=quiet", "warm_start.steps=1000").communicate(timeout=300)
     assert err == "" and "report.html" in out
 
 
