@@ -203,25 +203,32 @@ def audit_run(folder: Path) -> Audit:
         waits=config["staleness"].get("when_too_old", "wait") == "wait",
     )
     ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
+    # The run may be training: what is read first is in what is read later, not the reverse.
+    checkpoints = folder / "checkpoints"
+    sealed = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
+    before = _reported(metrics)
     lines = [x for x in read_lines(ledger) if "fate" in x]
+    reported = _reported(metrics)
     skipped = tuple(skipped_lines(ledger)), tuple(skipped_lines(metrics))
     result = replace(audit(lines, rules), skipped=skipped[0] + skipped[1])
-    reported = {line["step"] for line in read_lines(metrics) if "step" in line}
     made, last = set(range(result.steps + 1)), max(reported, default=0)
     problems = list(result.problems)
     # The ledger may have one step more than the metrics: the one in which the run was killed.
-    if not made - {result.steps} <= reported <= made:
+    if not (made - {result.steps} <= reported and before <= made):
         problems.append(
             f"metrics.jsonl has {len(reported)} steps up to {last}, the ledger {result.steps}"
         )
-    checkpoints = folder / "checkpoints"
-    sealed = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
     if (newest := max(sealed, default=0)) > min(result.steps, last):
         problems.append(
             f"lines are missing: the newest checkpoint is of step {newest}, ledger.jsonl ends at "
             f"step {result.steps}, metrics.jsonl at {last}"
         )
     return replace(result, problems=tuple(problems))
+
+
+def _reported(metrics: Path) -> set[int]:
+    """Return the steps that have metrics."""
+    return {line["step"] for line in read_lines(metrics) if "step" in line}
 
 
 def skipped_lines(path: Path) -> Iterator[str]:

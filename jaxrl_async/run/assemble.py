@@ -139,7 +139,9 @@ def assemble(
     config = with_correction(config)
     inputs, pairs = check_inputs(config, lockstep)
     config, paths = claim(config)
-    checkpoints = closing.enter_context(open_checkpoints(config.checkpoint, paths))
+    checkpoints = closing.enter_context(
+        open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
+    )
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)
     slices, tokenizer = inputs.slices, inputs.tokenizer

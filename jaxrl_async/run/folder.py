@@ -13,7 +13,7 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError, FolderLost
-from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
+from jaxrl_async.metrics.recorder import METRICS_FILE, SUPERSEDED, WARM_START
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
@@ -60,6 +60,13 @@ class Paths:
     def schedule(self) -> Path:
         """The order in which the run's threads did things, one JSON object a line (run/replay)."""
         return self.root / "schedule.jsonl"
+
+    @property
+    def records(self) -> tuple[Path, ...]:
+        """The files that the run itself records in, whether they are there or not."""
+        appended = (self.metrics, self.samples, self.answers, self.ledger, self.schedule)
+        superseded = (p.with_name(p.stem + SUPERSEDED) for p in appended)
+        return (self.config, *appended, *superseded)
 
     @property
     def stacks(self) -> Path:
@@ -257,16 +264,21 @@ class FolderWatch:
         self._look_at((LOCK,))
 
     def check(self) -> None:
-        """Raise FolderLost if the folder, or a file that the run appends to, is gone or another."""
+        """Raise FolderLost if the folder, or a file that the run appends to, is gone or another.
+        Raises another OSError where the file system does not say."""
         for path, known in self._known.items():
             if _identity(path) != known:
-                raise FolderLost(
-                    f"{path} is not the file that this run writes any more: {self._root} was "
-                    "removed, moved or replaced while the run was training. Nothing more is "
-                    "written there. Put the folder back, if it was moved, and continue with "
-                    "--resume; or start again with a run.dir that nothing cleans up."
-                )
+                raise self.lost(path)
         self._look_at(self._appended)
+
+    def lost(self, path: Path) -> FolderLost:
+        """Return the error of a file that is not the run's any more."""
+        return FolderLost(
+            f"{path} is not the file that this run writes any more: {self._root} was "
+            "removed, moved or replaced while the run was training. Nothing more is "
+            "written there. Put the folder back, if it was moved, and continue with "
+            "--resume; or start again with a run.dir that nothing cleans up."
+        )
 
     def _look_at(self, names: Iterable[str]) -> None:
         """Remember these files, if they are there: the run holds them open until it ends, so their

@@ -147,7 +147,9 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     whole, paths = claim(whole)
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
-        checkpoints = closing.enter_context(open_checkpoints(config.checkpoint, paths))
+        checkpoints = closing.enter_context(
+            open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
+        )
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)
         policy = make_policy(config, spec, tokenizer, slices, paths.base)

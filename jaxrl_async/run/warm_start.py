@@ -169,7 +169,13 @@ def warm_start(
 
     with ExitStack() as open_:
         checkpoints = open_.enter_context(
-            Checkpoints(own.checkpoints, 1, verify=config.checkpoint.verify, run=paths)
+            Checkpoints(
+                own.checkpoints,
+                1,
+                verify=config.checkpoint.verify,
+                run=paths,
+                is_hurried=lambda: stop.preempted,
+            )
         )
         work = WarmUpdates(config, step, pairs, params, checkpoints, outlet)
         open_.enter_context(closing(work))

@@ -1,11 +1,14 @@
 """Damaged checkpoints, disks that are full, folders that disappear: the last good one survives."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl_async import audit as audit_module
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
@@ -206,6 +210,260 @@ def test_a_disk_that_is_full_at_the_sums_leaves_the_one_before_and_says_so(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_several_files_are_hashed_at_once_and_right(tmp_path, monkeypatch):
+    contents = {f"{k}/{k}": bytes([k]) * k * 1000 for k in range(9)}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(content)
+    real, two = seal._digest, threading.Barrier(3)
+
+    def meets(path: Path, *args: Any, **kwargs: Any) -> str:
+        two.wait(10)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(seal, "_digest", meets)
+    monkeypatch.setattr(seal, "BLOCK", 700, raising=False)
+    right = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    assert seal.checksums(tmp_path) == right
+
+
+def test_a_process_that_must_end_waits_for_the_name_and_not_for_the_rest(tmp_path, monkeypatch):
+    folder, hurried = tmp_path / "c", threading.Event()
+    with Checkpoints(folder, 1, is_hurried=hurried.is_set) as checkpoints:
+        save(checkpoints, 1)
+        hurried.set()
+        checkpoints.save(2, state=state_of(2), loop={"version": 2})
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "2"], "none is removed unread"
+    assert read(folder) == 2
+    made(folder, 3, keep=1)
+    assert sorted(p.name for p in folder.iterdir()) == ["3"]
+
+
+# ---- files of others, and file systems that cannot sync or do not answer
+
+
+def failing_sync(monkeypatch, code: int, fails) -> None:
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if fails(Path(os.readlink(f"/proc/self/fd/{handle}"))):
+            raise OSError(code, os.strerror(code))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def warnings(caplog, text: str) -> list[str]:
+    return [m for m in caplog.messages if text in m]
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "gone", "unsyncable"])
+def test_a_file_of_another_program_in_the_runs_folder_does_not_matter(run, monkeypatch, kind):
+    foreign, real = run.root / "notes.swp", os.open
+    foreign.write_text("x")
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path) == str(foreign) and kind != "unsyncable":
+            code = errno.EACCES if kind == "unreadable" else errno.ENOENT
+            raise OSError(code, os.strerror(code), str(foreign))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    failing_sync(monkeypatch, errno.EIO, lambda path: path == foreign)
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+    assert read(run.checkpoints) == 1
+
+
+def test_records_that_cannot_be_synced_are_a_warning_once(run, monkeypatch, caplog):
+    failing_sync(monkeypatch, errno.EIO, lambda path: path in (run.metrics, run.ledger))
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    assert read(run.checkpoints) == 2
+    assert len(warnings(caplog, "records are not certainly on the disk")) == 1
+
+
+def test_the_runs_own_records_are_synced(run, monkeypatch):
+    synced: list[Path] = []
+    for path in (run.config, run.samples, run.answers, run.schedule):
+        path.write_text("")
+    failing_sync(monkeypatch, 0, lambda path: bool(synced.append(path)))
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+    names = "config.yaml metrics.jsonl samples.jsonl answers.jsonl ledger.jsonl schedule.jsonl"
+    assert {run.root / name for name in names.split()} <= {*synced}
+
+
+def test_a_file_of_the_checkpoint_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
+    made(tmp_path / "c", 1)
+    failing_sync(monkeypatch, errno.EIO, lambda path: path.name == seal.CHECKSUMS)
+    with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(CheckpointError):
+        save(checkpoints, 2)
+    assert read(tmp_path / "c") == 1
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS])
+def test_a_file_system_without_fsync_saves_and_says_so_once(run, monkeypatch, caplog, code):
+    seal._tell_of_no_sync.cache_clear()
+    failing_sync(monkeypatch, code, lambda path: True)
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    assert read(run.checkpoints) == 2
+    assert len(warnings(caplog, "fsync")) == 1
+
+
+@pytest.fixture
+def answer(run, monkeypatch) -> dict[str, int]:
+    """The error, if any, with which the file system answers who looks at the run's metrics."""
+    real, answers = Path.stat, {"code": 0}
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        if path == run.metrics and (code := answers["code"]):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    return answers
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+def test_a_disk_that_does_not_answer_is_a_failed_save_and_the_next_is_made(run, answer, code):
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+        answer["code"] = code
+        with pytest.raises(CheckpointError, match="could not be written"):
+            save(checkpoints, 2)
+        answer["code"] = 0
+        save(checkpoints, 3)
+    assert read(run.checkpoints) == 3
+
+
+def test_a_stale_folder_at_two_saves_in_a_row_is_lost(run, answer):
+    stale = errno.ESTALE
+    with Checkpoints(run.checkpoints, run=run) as checkpoints:
+        save(checkpoints, 1)
+        for step, code in enumerate((stale, 0, stale, errno.EIO, stale), 2):
+            answer["code"] = code
+            if code:
+                with pytest.raises(CheckpointError):
+                    save(checkpoints, step)
+            else:
+                save(checkpoints, step)
+        with pytest.raises(FolderLost, match="removed, moved or replaced"):
+            save(checkpoints, 9)
+
+
+# ---- what is damaged, and what only cannot be read now
+
+
+TRAINED = {"train": {"params": jnp.arange(SIZE, dtype=jnp.float32)}, "reference": jnp.ones(SIZE)}
+
+
+def trained(folder: Path, *steps: int) -> Path:
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state=TRAINED, loop={"version": step})
+    return folder
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
+
+
+def halved(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage", [emptied, garbled, halved, Path.unlink], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "d", "d/*", "*"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_damaged_one_without_checksums_gives_way_wherever_it_is_damaged(
+    tmp_path, name, damage, verify
+):
+    folder = trained(tmp_path / "c", 1, 2)
+    if verify:
+        for step in "12":
+            (folder / step / seal.CHECKSUMS).unlink()
+    if name == "d":
+        shutil.rmtree(folder / "2" / "state" / "d")
+    else:
+        for path in (folder / "2" / "state").glob(name):
+            if path.is_file():
+                damage(path)
+    with Checkpoints(folder, verify=verify) as checkpoints:
+        assert checkpoints.restore(None, TRAINED).step == 1
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_of_other_settings_is_still_refused_by_name(tmp_path, verify):
+    folder = trained(tmp_path / "c", 1, 2)
+    with (
+        Checkpoints(folder, verify=verify) as checkpoints,
+        pytest.raises(CheckpointError, match="2 was made without a critic"),
+    ):
+        checkpoints.restore(None, {**TRAINED, "critic": jnp.ones(3)})
+    assert seal.saved_steps(folder) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        OSError(errno.EACCES, os.strerror(errno.EACCES)),
+        MemoryError(),
+        ValueError("DATA_LOSS: reading d/1 [POSIX error: Input/output error]"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["check_files", "load"])
+def test_a_passing_failure_stops_and_sets_nothing_aside(tmp_path, monkeypatch, error, where):
+    folder = made(tmp_path / "c", 1, 2)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        if args[0].name == "2":
+            raise error
+        real(*args, **kwargs)
+
+    owner, name = (store, "check_files") if where == "check_files" else (store.v1, LOAD)
+    real = getattr(owner, name)
+    with monkeypatch.context() as patch, Checkpoints(folder) as checkpoints:
+        patch.setattr(owner, name, fails)
+        with pytest.raises(CheckpointError, match=r"2 cannot be read now: .*--resume"):
+            checkpoints.restore(None, state_of(0))
+    assert seal.saved_steps(folder) == [1, 2]
+    assert read(folder) == 2
+
+
+LOAD = "load_checkpointables"
+
+
+def test_one_damaged_folder_is_kept_the_newest(tmp_path, caplog):
+    folder = made(tmp_path / "c", 1, 2, 3)
+    for step in ("2", "3"):
+        flip(folder / step)
+    assert read(folder) == 1
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "3.unreadable.1"]
+    made(folder, 2)
+    flip(folder / "2")
+    (folder / "7.unreadable.mine").mkdir()
+    assert read(folder) == 1
+    left = ["1", "2.unreadable.1", "7.unreadable.mine"]
+    assert sorted(p.name for p in folder.iterdir()) == left
+    assert "removed 3.unreadable.1" in caplog.text
+
+
 # ---- a folder that disappears
 
 
@@ -287,3 +545,41 @@ def test_an_audit_compares_with_the_newest_checkpoint(tmp_path):
     assert "330" in problem and "missing" in problem
     (root / "metrics.jsonl").write_text(json.dumps({"step": 330}) + "\n")
     assert audit_run(root).problems
+
+
+def test_an_audit_of_a_run_that_goes_on_does_not_accuse_it(tmp_path, monkeypatch):
+    """Another step is made, and saved, whenever the audit has read a file."""
+    root = tmp_path / "run"
+    root.mkdir()
+    config = Config().model_dump(mode="json")
+    config["algorithm"]["groups_per_step"] = 1
+    (root / "config.yaml").write_text(yaml.safe_dump(config))
+    steps = 0
+
+    def make_step() -> None:
+        nonlocal steps
+        facts = {"group": steps, "version": steps}
+        lines = ({"fate": "admitted", **facts}, {"fate": "trained", **facts, "oldest": steps})
+        with (root / "ledger.jsonl").open("a") as ledger:
+            ledger.writelines(json.dumps(line) + "\n" for line in lines)
+        steps += 1
+        with (root / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": steps}) + "\n")
+        (root / "checkpoints" / str(steps)).mkdir(parents=True)
+        (root / "checkpoints" / str(steps) / seal.CHECKSUMS).write_text("{}")
+
+    for _ in range(3):
+        make_step()
+    with (root / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 0}) + "\n")
+    for name in ("read_lines", "saved_steps"):
+        real = getattr(audit_module, name)
+
+        def read_then_step(path: Path, real: Any = real) -> Any:
+            found = real(path)
+            make_step()
+            return found
+
+        monkeypatch.setattr(audit_module, name, read_then_step)
+    assert audit_run(root).problems == ()
+    assert steps > 4

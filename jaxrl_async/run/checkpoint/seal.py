@@ -9,12 +9,16 @@ after the name.
 """
 
 import errno
+import functools
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,8 +32,25 @@ UNREADABLE = ".unreadable"
 """What the names of checkpoints end with that a resumed run has passed over."""
 SWEEPS, CLEAN_LOOKS, SWEEP_S = 50, 4, 0.05
 """Most times that a failed save is swept, how often nothing must be there, seconds between two."""
-NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-"""What file systems say that cannot sync folders."""
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EROFS)
+"""What file systems say that cannot sync a folder or a file."""
+HASHED_AT_ONCE, BLOCK = 8, 4 << 20
+"""Most files that are hashed at the same time, and the bytes that are read of each at a time."""
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""What the system says of files that are missing or of another kind; all else that it says may
+pass, or can be mended, and the files may be whole."""
+PASSING = (
+    "RESOURCE_EXHAUSTED",
+    *map(os.strerror, (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES)),
+    *map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOTCONN, errno.EREMOTEIO)),
+)
+"""Texts by which errors of orbax and its libraries say such a thing."""
+
+log = logging.getLogger(__name__)
+
+
+class GivenUpReading(Exception):
+    """The files were not hashed to the end, since that was not wanted any more."""
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -46,10 +67,15 @@ def is_sealed(folder: Path) -> bool:
     return (folder / CHECKSUMS).is_file()
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a folder, by path relative to it."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CHECKSUMS)
-    return {p.relative_to(folder).as_posix(): _digest(p) for p in files}
+def checksums(folder: Path, give_up: Callable[[], bool] = lambda: False) -> dict[str, str]:
+    """Return the SHA-256 of every file in a folder, by path relative to it. Several files are
+    hashed at once. Raises OSError, and GivenUpReading soon after `give_up` has returned True."""
+    files = _files(folder)
+    workers = max(1, min(HASHED_AT_ONCE, os.cpu_count() or 1, len(files)))
+    with ThreadPoolExecutor(workers, thread_name_prefix="checksums") as pool:
+        digests = pool.map(functools.partial(_digest, give_up=give_up), files)
+        names = [p.relative_to(folder).as_posix() for p in files]
+        return dict(zip(names, digests, strict=True))
 
 
 def seal(folder: Path) -> None:
@@ -94,13 +120,39 @@ def sweep_until_gone(directory: Path, step: str) -> None:
 
 
 def set_unreadable_aside(folder: Path) -> Path:
-    """Rename a checkpoint that a resumed run has passed over: no later start reads it, and the run
-    may save that step again. Return its new path. Raises OSError."""
+    """Rename a damaged checkpoint that a resumed run has passed over: no later start reads it, and
+    the run may save that step again. Return its new path. Raises OSError."""
     return folder.rename(free_name(folder.with_name(folder.name + UNREADABLE)))
 
 
+def forget_unreadable(kept: Path) -> list[str]:
+    """Remove all damaged checkpoints that were set aside in a folder, but for `kept`; return their
+    names. Each is as large as a checkpoint."""
+    pattern = re.compile(rf"\d+{re.escape(UNREADABLE)}\.\d+")
+    others = [p for p in kept.parent.iterdir() if p != kept and pattern.fullmatch(p.name)]
+    for folder in others:
+        _remove(folder)
+    return sorted(p.name for p in others)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether an error of reading a checkpoint does not mean that it is damaged: the file
+    system, the memory or a permission failed, and another try may read it."""
+    chain: list[BaseException] = []
+    while error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or error
+    return any(
+        isinstance(e, MemoryError)
+        or (isinstance(e, OSError) and e.errno is not None and e.errno not in DAMAGE)
+        or any(text in str(e) for text in PASSING)
+        for e in chain
+    )
+
+
 def sync(paths: Iterable[Path]) -> None:
-    """Have the system write files and folders to the disk. Raises OSError where it cannot."""
+    """Have the system write files and folders to the disk. Raises OSError where it fails; a file
+    system that has no such call is named in the log, once."""
     for path in paths:
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             continue
@@ -108,15 +160,33 @@ def sync(paths: Iterable[Path]) -> None:
         try:
             os.fsync(handle)
         except OSError as error:
-            if not (path.is_dir() and error.errno in NO_FOLDER_SYNC):
+            if error.errno not in NO_SYNC:
                 raise
+            if not path.is_dir():
+                _tell_of_no_sync(error.errno)
+                log.debug("%s is not synced: %s", path, error)
         finally:
             os.close(handle)
 
 
-def check_files(folder: Path) -> None:
+def sync_records(paths: Iterable[Path]) -> OSError | None:
+    """Have the system write files and folders that a run can lose without losing a checkpoint, as
+    far as it does; those that are not there are left out. Return the first error."""
+    first: OSError | None = None
+    for path in paths:
+        try:
+            sync([path])
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            first = first or error
+    return first
+
+
+def check_files(folder: Path, give_up: Callable[[], bool] = lambda: False) -> None:
     """Raise OSError if the files of a checkpoint are not those that were written: one has changed,
-    is missing, was added or is a link out of it, or the checksums are missing."""
+    is missing, was added or is a link out of it, or the checksums are missing. Raise GivenUpReading
+    soon after `give_up` has returned True."""
     try:
         wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -126,7 +196,7 @@ def check_files(folder: Path) -> None:
     if not isinstance(wanted, dict):
         raise OSError(f"{folder / CHECKSUMS} is not what was written")
     check_links(folder)
-    present = checksums(folder)
+    present = checksums(folder, give_up)
     for name in sorted(wanted.keys() | present.keys()):
         if name not in present:
             raise OSError(f"{folder / name} is missing")
@@ -160,6 +230,33 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint, but for its checksums. Raises OSError where a folder in it
+    cannot be listed: what lies there is not missing."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    listed = os.walk(folder, onerror=fail)
+    files = (Path(place) / name for place, _, names in listed for name in names)
+    return sorted(p for p in files if p.is_file() and p.name != CHECKSUMS)
+
+
+def _digest(path: Path, give_up: Callable[[], bool]) -> str:
+    digest, block = hashlib.sha256(), bytearray(BLOCK)
+    with path.open("rb", buffering=0) as file, memoryview(block) as view:
+        while size := file.readinto(view):
+            if give_up():
+                raise GivenUpReading(path)
+            digest.update(view[:size])
+    return digest.hexdigest()
+
+
+@functools.cache
+def _tell_of_no_sync(number: int) -> None:
+    """Log, once a process for each kind of error, that a file system cannot sync files."""
+    log.warning(
+        "the file system of the run's folder cannot be asked to write its files to the disk "
+        "(fsync: %s): a power cut may lose the newest checkpoint, and the one before is used",
+        os.strerror(number),
+    )

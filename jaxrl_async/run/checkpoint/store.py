@@ -7,6 +7,7 @@ the digest of every file, has all of it written to the disk, and gives it its na
 older ones removed: a run that is killed, or loses power, at any moment leaves one that is whole.
 """
 
+import errno
 import functools
 import logging
 import math
@@ -35,21 +36,26 @@ from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
 from jaxrl_async.run.checkpoint.seal import (
     CHECKSUMS,
     UNNAMED,
+    GivenUpReading,
     check_files,
     check_links,
     forget_old,
+    forget_unreadable,
     give_name,
+    is_passing,
     is_sealed,
     saved_steps,
     seal,
     set_unreadable_aside,
     sweep,
     sweep_until_gone,
-    sync,
+    sync_records,
 )
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
+TRAIN = "train"
+"""The part of a run's state that all runs have."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
@@ -87,6 +93,7 @@ class Checkpoints:
         *,
         verify: bool = True,
         run: Paths | None = None,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         """Remember the folder; its first use removes what a killed run half wrote.
 
@@ -96,10 +103,15 @@ class Checkpoints:
             verify: compare checksums before a checkpoint is read.
             run: whose checkpoints they are; a save fails if its folder was removed or replaced.
                 None: nobody's.
+            is_hurried: whether the process must end soon: what is done after a checkpoint has its
+                name is then left out. Called on several threads.
         """
         self.directory, self._keep, self._verify = directory.absolute(), keep, verify
         self._run = run
         self._watch = None if run is None else FolderWatch(run.root)
+        self._was_stale = False  # the folder's file handle, at the last save
+        self._told_of_records = False
+        self._is_hurried = is_hurried
         self._swept = False
         self._pending: Future[None] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -117,8 +129,8 @@ class Checkpoints:
         The arrays are being copied to host memory when this returns, so they may be donated at
         once. All else is done on a thread of its own. (With several processes orbax begins here,
         since it talks to the others on the devices.) The save before is finished first; if it
-        failed, EarlierSaveError is raised once this one has started. Raises FolderLost, and then
-        starts nothing.
+        failed, EarlierSaveError is raised once this one has started. Raises FolderLost, or
+        CheckpointError where the folder cannot be looked at now, and then starts nothing.
 
         Args:
             step: the version.
@@ -127,9 +139,7 @@ class Checkpoints:
             rollouts: makes the bytes of the rollouts, on the other thread; None: there are none.
         """
         failure = self._outcome()
-        if self._watch is not None and not jax.process_index():
-            self._watch.check()
-        self._sweep()
+        self._check_folder(failure)
         begin = functools.partial(
             self._begin, step, _on_host(state), {**loop, "schema": SCHEMA}, rollouts
         )
@@ -143,6 +153,27 @@ class Checkpoints:
             self._pending = self._finisher.submit(self._write, step, begin)
         if failure is not None:
             raise EarlierSaveError(str(self._write_error(failure))) from failure
+
+    def _check_folder(self, earlier: BaseException | None) -> None:
+        """Raise FolderLost if the run's folder is gone, CheckpointError where its file system does
+        not say for now. earlier: error of the save before, which is logged if nothing is started.
+        """
+        try:
+            if self._watch is not None and not jax.process_index():
+                self._watch.check()
+            self._sweep()
+        except OSError as error:
+            was_stale, self._was_stale = self._was_stale, error.errno == errno.ESTALE
+            if was_stale and self._was_stale and self._watch is not None:  # it does not come back
+                raise self._watch.lost(self.directory.parent) from error
+            failure = self._write_error(error)
+            if jax.process_count() > 1:  # the other processes write now, and wait for this one
+                log.error("%s It is tried all the same.", failure)
+                return
+            if earlier is not None:
+                log.error("%s", self._write_error(earlier))
+            raise failure from error
+        self._was_stale = False
 
     def _begin(
         self,
@@ -178,23 +209,37 @@ class Checkpoints:
         give_back_memory()
         if jax.process_index():
             return
-        check_files(folder)
-        forget_old(self.directory, step, self._keep)
+        try:
+            check_files(folder, self._is_hurried)
+        except GivenUpReading:
+            log.info("%s is not read back: the process ends; older ones are kept", folder)
+        else:
+            forget_old(self.directory, step, self._keep)
 
     def _sync_records(self) -> None:
         """Have what the run has recorded so far written to the disk: a checkpoint that outlives a
-        power cut has its metrics and its ledger."""
-        if self._run is not None:
-            folder, root = self.directory.parent, self._run.root
-            sync([*(p for p in folder.iterdir() if p.is_file()), folder, root, root.parent])
+        power cut has its metrics and its ledger. A failure is a warning, once: the checkpoint is
+        whole without them."""
+        if self._run is None:
+            return
+        root, own = self._run.root, Paths(self.directory.parent)
+        error = sync_records([*own.records, own.root, root, root.parent])
+        if error is not None and not self._told_of_records:
+            self._told_of_records = True
+            log.warning(
+                "%s: the run's records are not certainly on the disk (%s): a power cut may lose "
+                "the last lines of metrics and ledger. Checkpoints are saved all the same.",
+                root,
+                _root_cause(error),
+            )
 
     def _sweep(self) -> None:
         """Remove what a killed run half wrote, at the first use."""
         if not self._swept:
-            self._swept = True
             mend_orbax()
             if not jax.process_index():
                 sweep(self.directory)
+            self._swept = True
 
     def wait(self) -> None:
         """Block until the running save is on disk. Raises CheckpointError if it failed."""
@@ -223,10 +268,10 @@ class Checkpoints:
     def restore(self, step: int | None, abstract: Any) -> Saved:
         """Read the newest checkpoint whose files are those that were written.
 
-        One that cannot be read is passed over, with a warning, for the one before it, and renamed
-        once another was read. One without checksums is read only if none of those with checksums
-        can be, and logged as an error. Raises CheckpointError if none can be read, or if one does
-        not fit `abstract`.
+        One that is damaged is passed over, with a warning, for the one before it, and renamed once
+        another was read. One without checksums is read only if none of those with checksums can be,
+        and logged as an error. Raises CheckpointError if none can be read, if one does not fit
+        `abstract`, or if one cannot be read for now (see `is_passing`): it may be whole.
 
         Args:
             step: of the newest checkpoint that is wanted; None: of any.
@@ -240,34 +285,51 @@ class Checkpoints:
                 f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
                 "without --resume, or check run.dir and run.name."
             )
-        candidates.sort(key=lambda s: is_sealed(self.directory / str(s)), reverse=True)
         like = jax.tree.map(_abstract, abstract)
         failures: list[tuple[int, Exception]] = []
-        for candidate in candidates:
+        for candidate in self._sealed_first(candidates):
+            folder = self.directory / str(candidate)
             try:
                 saved = self._read(candidate, like)
-            except CheckpointError:
-                raise
             except Exception as error:
+                if not isinstance(error, CheckpointError) and is_passing(error):
+                    raise _not_now(folder, error) from error
+                if isinstance(error, CheckpointError) and self._verify and is_sealed(folder):
+                    raise  # its files are those that were written: it is another run's
                 failures.append((candidate, error))
                 log.warning(
                     "checkpoint %s cannot be read (%s); trying another one",
-                    self.directory / str(candidate),
+                    folder,
                     _root_cause(error),
                 )
             else:
                 self._pass_over([s for s in candidates if s > candidate])
                 return saved
+        if isinstance(failures[0][1], CheckpointError):
+            raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
             f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
             "start anew with run.overwrite=true (the old run is moved aside)."
         ) from failures[0][1]
 
+    def _sealed_first(self, steps: Sequence[int]) -> list[int]:
+        """Return these steps, those with checksums before the others. Raises CheckpointError."""
+        sealed: dict[int, bool] = {}
+        for step in steps:
+            folder = self.directory / str(step)
+            try:
+                sealed[step] = is_sealed(folder)
+            except OSError as error:
+                raise _not_now(folder, error) from error
+        return sorted(steps, key=sealed.__getitem__, reverse=True)
+
     def _pass_over(self, steps: Sequence[int]) -> None:
-        """Rename checkpoints newer than the one that the run continues from."""
+        """Rename checkpoints newer than the one that the run continues from; only the newest that
+        was renamed is kept. steps: newest first."""
         if jax.process_index():
             return
+        newest: Path | None = None
         for folder in (self.directory / str(step) for step in steps):
             why = "cannot be read" if is_sealed(folder) else f"has no {CHECKSUMS}"
             try:
@@ -282,6 +344,11 @@ class Checkpoints:
                     why,
                     aside.name,
                 )
+                newest = newest or aside
+        if newest is not None and (gone := forget_unreadable(newest)):
+            log.warning(
+                "%s: removed %s: one damaged checkpoint is kept", self.directory, ", ".join(gone)
+            )
 
     def close(self) -> None:
         """Finish the running save. A second call does nothing."""
@@ -311,6 +378,8 @@ class Checkpoints:
             check_files(folder)
         metadata = v1.checkpointables_metadata(folder).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
+        if TRAIN in _parts(wanted) and TRAIN not in _parts(saved):  # every run has it
+            raise FileNotFoundError(f"{folder / STATE} has lost what says which arrays it holds")
         self._check_parts(step, _parts(saved), _parts(wanted))
         # Arrays that are saved and not wanted, or of another shape, are certainly another run's;
         # arrays that are wanted and missing may as well have been torn off.
@@ -348,9 +417,13 @@ class Checkpoints:
         )
 
 
-def open_checkpoints(section: CheckpointSection, paths: Paths) -> Checkpoints:
-    """Open the checkpoints of a run; a warm start has its own."""
-    return Checkpoints(paths.checkpoints, section.keep, verify=section.verify, run=paths)
+def open_checkpoints(
+    section: CheckpointSection, paths: Paths, is_hurried: Callable[[], bool]
+) -> Checkpoints:
+    """Open the checkpoints of a run; a warm start has its own. is_hurried: see Checkpoints."""
+    return Checkpoints(
+        paths.checkpoints, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried
+    )
 
 
 def read_learnt(folder: Path, dtype: Any) -> Any:
@@ -498,6 +571,16 @@ def _on_host(tree: Any) -> Any:
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _not_now(folder: Path, error: BaseException) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be read for now, and may be whole."""
+    return CheckpointError(
+        f"{folder} cannot be read now: {_root_cause(error)}. That does not say that it is damaged, "
+        "so the run does not continue from an earlier one. See to the disk, the memory or the "
+        "permissions and start again with --resume; if the files stay unreadable, move this folder "
+        "elsewhere, and the checkpoint before is used."
+    )
 
 
 def _free(folder: Path) -> str:

@@ -71,7 +71,7 @@ def assemble_several(
     alone = config.model_copy(update={"runs": {}})
     pairs = check_inputs(alone, lockstep, locks)[1] if config.warm_start.steps else None
     config, paths = claim(config)
-    opened = {name: _opened(one, config, paths, closing) for name, one in checked.items()}
+    opened = {name: _opened(one, config, paths, stop, closing) for name, one in checked.items()}
     base, warm_metrics = _base(config, opened, pairs, paths, console, stop, lockstep)
 
     def count(fault: str, number: int = 1) -> None:
@@ -138,7 +138,9 @@ def _check_alike(inputs: Inputs, first: Inputs) -> None:
         )
 
 
-def _opened(one: CheckedRun, config: Config, paths: Paths, closing: ExitStack) -> OpenedRun:
+def _opened(
+    one: CheckedRun, config: Config, paths: Paths, stop: Stop, closing: ExitStack
+) -> OpenedRun:
     """Make or find the folder of one of several runs, and hold it until `closing`."""
     there = config.run.resume and (paths.root / one.config.run.name).is_dir()
     place = {"dir": str(paths.root), "resume": there, "resume_or_start": False}
@@ -146,7 +148,9 @@ def _opened(one: CheckedRun, config: Config, paths: Paths, closing: ExitStack) -
     own = one.config.model_copy(update={"run": run})
     folder = closing.enter_context(claimed(run))
     write_config(own, folder)
-    checkpoints = closing.enter_context(open_checkpoints(own.checkpoint, folder))
+    checkpoints = closing.enter_context(
+        open_checkpoints(own.checkpoint, folder, lambda: stop.preempted)
+    )
     return OpenedRun(
         config=resuming_if_possible(own, checkpoints),
         inputs=one.inputs,
