@@ -547,7 +547,7 @@ def test_an_audit_compares_with_the_newest_checkpoint(tmp_path):
     assert audit_run(root).problems
 
 
-def test_an_audit_of_a_run_that_goes_on_does_not_accuse_it(tmp_path, monkeypatch):
+def test_an_audit_of_a_live_run_does_not_accuse_it(tmp_path, monkeypatch):
     """Another step is made, and saved, whenever the audit has read a file."""
     root = tmp_path / "run"
     root.mkdir()
