@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Speaker, closed, serve
+from joined_run import free_port, joined_run
 from other_users import as_root, one_who_is_nobody
 from tiny import SPEC
 
@@ -276,6 +277,26 @@ def test_the_processes_of_a_trainer_agree_on_the_secret(monkeypatch: pytest.Monk
     assert agreed(b"", Process(0, "")).decode() == told[0]
     assert agreed(b"", Process(1, "")) == b"made by process 0"
     assert agreed(SECRET, Lockstep()) == SECRET != agreed(b"", Lockstep())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("knows", ["trainer", "trainer-1"])
+def test_two_processes_of_which_one_has_a_secret_both_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: str
+) -> None:
+    with joined_run(tmp_path, "mesh.trainer.fsdp=2", "run.steps=1") as run:
+        meeting = f"distributed.coordinator=127.0.0.1:{free_port()}"
+        for index, name in enumerate(("trainer", "trainer-1")):
+            monkeypatch.delenv("JAXRL_ASYNC_SECRET", raising=False)
+            if name == knows:
+                monkeypatch.setenv("JAXRL_ASYNC_SECRET", SECRET.decode())
+            place = ("distributed.num_processes=2", f"distributed.process_id={index}")
+            run.train(meeting, *place, name=name)
+        for name in ("trainer", "trainer-1"):
+            assert run.code(name) != 0
+        said = "".join(run.said(name) for name in ("trainer", "trainer-1"))
+        assert f"is set in processes [{int(knows != 'trainer')}], and has to have" in said
 
 
 def test_a_prepared_draft_is_not_written_to(tmp_path: Path) -> None:
