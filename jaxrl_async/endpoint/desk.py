@@ -53,7 +53,8 @@ SHORT_THREADS = 2
 BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
 """Longest body: so many bytes, and for each token of the longest context so many."""
 MOST_HELD = 2**30
-"""Bytes of long bodies that are held at once; a call beyond it is told to come back (429)."""
+"""Bytes of bodies that are held at once: beyond it a long one is told to come back (429). Short
+ones count, but are not refused."""
 TRIM_S = 3.0
 """How long after a long body freed memory is given back to the system, seconds."""
 BUSY_S = 1.0
@@ -308,7 +309,8 @@ class Desk:
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
         """Give a function that takes note of more bytes of a body, as long as the block lasts. It
-        raises CallRefused (429) if too many are held; what short bodies hold does not count."""
+        raises CallRefused (429) for a long body if too many are held; a short one counts, but is
+        never refused."""
         mine = 0
 
         def hold(size: int) -> None:

@@ -9,12 +9,14 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxrl_async.errors import ConfigError, Disconnected, in_a_line
-from jaxrl_async.private_folder import private_folder
+from jaxrl_async.private_folder import private_folder, readable_folders
+from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,9 @@ JOIN_FILE = "join.json"
 BY_PORT = "join"
 """Private folder of this user (private_folder) with a file for each port of loopback at which a
 trainer listens that made its own secret."""
+BY_PORT_KEPT_S = 7 * 24 * 3600.0
+"""Age at which a file by port is removed if nothing listens at its port, seconds: its trainer was
+killed. A younger one may be of another container or machine with the same folder."""
 EVERYWHERE = ("0.0.0.0", "::")
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Bits of a mode with which others can read a file, or more."""
@@ -120,8 +125,9 @@ def known_to_this_user(listening: Address, secret: bytes) -> Iterator[None]:
     if secret:
         try:
             wanted = private_folder(BY_PORT) / f"{listening.port}.json"
+            _remove_forgotten(wanted.parent)
             path = wanted if _write(wanted, {"secret": secret.decode()}, 0o600) else None
-        except (OSError, RuntimeError) as error:  # the last: there is no home
+        except OSError as error:
             log.warning("samplers find the secret only by --join RUN_FOLDER: %s", in_a_line(error))
     try:
         yield
@@ -138,7 +144,7 @@ def locate_trainer(where: str) -> JoinPlace:
 
     Raises:
         Disconnected: the file is not there yet, or is torn.
-        ConfigError: `where` is none of these.
+        ConfigError: `where` is none of these, or this user may not read the file.
     """
     path = Path(where.removeprefix("file:"))
     if not where.startswith("file:") and not ("/" in where or path.is_dir()):
@@ -151,6 +157,13 @@ def locate_trainer(where: str) -> JoinPlace:
         address = parse_address(str(content["address"]), what=str(path))
         secret = _secret_in(path) or _secret_at(address)
         return JoinPlace(address=address, run=str(content["run"]), secret=secret)
+    except PermissionError as error:
+        raise ConfigError(
+            f"--join {where}: this user may not read {path}, which holds the secret that the "
+            "trainer has made for its own user. Start the sampler as that user, or set the "
+            f"environment variable {SECRET_VARIABLE} to the same value for the trainer and for "
+            "every sampler, and give the trainer's address, --join HOST:PORT."
+        ) from error
     except OSError as error:
         raise Disconnected(f"{path}, which a trainer writes: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -161,10 +174,25 @@ def _secret_at(address: Address) -> bytes:
     """Return the secret of this user's trainer at this port of loopback; empty: no such trainer."""
     if not address.is_loopback:
         return b""
+    files = (folder / f"{address.port}.json" for folder in readable_folders(BY_PORT))
+    return next(filter(None, map(_secret_in, files)), b"")
+
+
+def _remove_forgotten(folder: Path) -> None:
+    """Remove the files of trainers that were killed."""
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if time.time() - file.stat().st_mtime > BY_PORT_KEPT_S and not _listens(file):
+                file.unlink()
+
+
+def _listens(file: Path) -> bool:
+    """Return whether something listens at the port of a file's name; drafts have none."""
     try:
-        return _secret_in(private_folder(BY_PORT) / f"{address.port}.json")
-    except (OSError, RuntimeError):
-        return b""
+        socket.create_connection(("localhost", int(file.stem)), timeout=1.0).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _secret_in(path: Path) -> bytes:

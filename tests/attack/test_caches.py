@@ -6,11 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
+from other_users import NOBODY, as_root, one_who_is_nobody
 
+from jaxrl_async import private_folder as folders
 from jaxrl_async.model.cpu import library
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.private_folder import (
@@ -18,12 +23,12 @@ from jaxrl_async.private_folder import (
     check_own_file,
     made_private,
     private_folder,
+    readable_folders,
     write_whole,
 )
+from jaxrl_async.run.builders import devices
 from jaxrl_async.run.builders.program_cache import VerifiedPrograms, own_or_spare
 
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 SOURCE = """
 #include <cstdlib>
 extern "C" {
@@ -52,15 +57,54 @@ def has_compiler() -> bool:
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give this test a folder of caches, and a small source in the place of the kernels'."""
+    return small_kernels(tmp_path, monkeypatch)
+
+
+def small_kernels(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which the kernels of a small source are kept, below base."""
     if not has_compiler():
         pytest.skip("no compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = tmp_path / "kernels.cc"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+    source = base / "kernels.cc"
     source.write_text(SOURCE)
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "__file__", str(base / "library.py"))
     kernels = library.Kernels(files=("kernels.cc",), names=library.SAMPLING.names)
     monkeypatch.setattr(library, "SAMPLING", kernels)
-    return tmp_path / "cache" / "jaxrl_async" / "kernels"
+    return base / "cache" / "jaxrl_async" / "kernels"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give this test a folder that all users can look into, with one for temporary files in it
+    (tmp) and root's home (home), which the environment names."""
+    with tempfile.TemporaryDirectory(prefix="machine-") as made:
+        base = Path(made)
+        base.chmod(0o755)
+        (base / "home").mkdir(mode=0o755)
+        (base / "tmp").mkdir()
+        (base / "tmp").chmod(0o1777)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv("HOME", str(base / "home"))
+        monkeypatch.setattr(tempfile, "tempdir", str(base / "tmp"))
+        forget_spares()
+        yield base
+        forget_spares()
+
+
+def forget_spares() -> None:
+    """Have this process look for spare folders as a new one does."""
+    folders._spare.cache_clear()
+    folders._say.cache_clear()
+
+
+@pytest.fixture
+def no_compile_cache() -> Iterator[None]:
+    """Give JAX its cache of compiled programs back afterwards."""
+    before = jax.config.jax_compilation_cache_dir
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
 def loaded() -> int:
@@ -159,10 +203,6 @@ def test_another_users_library_is_not_loaded_though_its_sum_is_right(
 def test_another_users_folder_is_not_used(
     caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import tempfile
-
-    from jaxrl_async import private_folder as module
-
     content, mark = planted(tmp_path)
     assert loaded() == 42
     file = the_file(caches)
@@ -173,11 +213,10 @@ def test_another_users_folder_is_not_used(
     caches.chmod(0o777)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    module._spare.cache_clear()
-    module._say.cache_clear()
+    forget_spares()
     assert loaded() == 42 and not mark.exists()
     assert "is not a folder of this user" in caplog.text
-    module._spare.cache_clear()
+    forget_spares()
     assert the_file(tmp_path / "tmp" / f"jaxrl_async-{os.geteuid()}" / "kernels").exists()
 
 
@@ -258,6 +297,100 @@ def test_the_private_folder_is_below_the_caches(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert private_folder("some") == tmp_path / "jaxrl_async" / "some"
+
+
+@as_root
+@pytest.mark.parametrize("home", ["/", "home", "home/absent"])
+def test_a_home_that_cannot_be_written_to_has_a_spare(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: str
+) -> None:
+    """HOME=/ is that of a container whose user has no name."""
+    monkeypatch.setenv("HOME", str(machine / home))
+    with one_who_is_nobody():
+        assert private_folder("some") == machine / "tmp" / f"jaxrl_async-{NOBODY}" / "some"
+        assert readable_folders("some") == [private_folder("some")]
+    assert "Permission denied" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
+
+
+def test_without_a_home_there_is_a_spare(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    assert private_folder("some") == machine / "tmp" / f"jaxrl_async-{os.geteuid()}" / "some"
+    assert readable_folders("some") == [private_folder("some")]
+
+
+def test_a_file_system_that_refuses_modes_or_cannot_be_written_to_has_a_spare(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_home, chmod = machine / "home" / ".cache" / "jaxrl_async" / "some", Path.chmod
+    in_home.mkdir(parents=True)
+    in_home.chmod(0o777)
+
+    def refused(path: Path, mode: int) -> None:
+        if path == in_home:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        chmod(path, mode)
+
+    spare = machine / "tmp" / f"jaxrl_async-{os.geteuid()}" / "some"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "chmod", refused)
+        assert private_folder("some") == spare
+    in_home.chmod(0o700)
+    assert private_folder("some") == in_home
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **more: path != in_home and access(path, mode, **more)
+    )
+    assert private_folder("some") == spare
+    assert readable_folders("some") == [in_home, spare], "what it has can still be read"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "link"])
+def test_what_is_no_folder_is_not_used(machine: Path, kind: str) -> None:
+    def put(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "file":
+            path.touch()
+        else:
+            path.symlink_to(machine / ("absent" if kind == "dangling" else "home"))
+
+    mine = machine / "tmp" / f"jaxrl_async-{os.geteuid()}"
+    put(machine / "home" / ".cache" / "jaxrl_async" / "some")
+    assert private_folder("some") == mine / "some"
+    shutil.rmtree(mine)
+    put(mine)
+    forget_spares()
+    made = private_folder("some")
+    assert made.parent == machine / "tmp" and made != mine
+    assert made.stat().st_mode & 0o777 == 0o700 and readable_folders("some") == []
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o755, 0o775])
+def test_kernels_that_root_keeps_for_all_are_used(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """They are in an image, or on a disk that is read alone; not so if others can write there."""
+    folder = small_kernels(machine, monkeypatch)
+    assert loaded() == 42
+    content = the_file(folder).read_bytes()
+    for path in (folder, *folder.iterdir()):
+        path.chmod(mode if path == folder else 0o644)
+    built: list[Path] = []
+
+    def build(compiler: str, source: Path, path: Path) -> None:
+        built.append(path)
+        write_whole(library._sum_of(path), library._sum(content))
+        write_whole(path, content)
+
+    monkeypatch.setattr(library, "_compile", build)
+    with one_who_is_nobody():
+        assert loaded() == 42
+        assert loaded() == 42
+    spare = machine / "tmp" / f"jaxrl_async-{NOBODY}" / "kernels"
+    assert [path.parent for path in built] == ([] if mode == 0o755 else [spare])
 
 
 # ---- programs that JAX keeps
@@ -357,6 +490,64 @@ def test_another_users_folder_of_programs_is_left_alone(
     os.chown(mine, NOBODY, NOBODY)
     assert own_or_spare(mine) == tmp_path / "cache" / "jaxrl_async" / "programs"
     assert "belongs to another user" in caplog.text
+
+
+@as_root
+def test_no_folder_of_programs_ends_a_run(
+    machine: Path,
+    no_compile_cache: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(devices, "verify_compiled_programs", lambda: None)
+    cache = machine / ".jax_cache"
+    cache.mkdir(mode=0o755)
+    os.chown(cache, NOBODY - 1, NOBODY - 1)
+    with one_who_is_nobody():
+        devices.keep_compiled_programs(cache)
+        spare = machine / "tmp" / f"jaxrl_async-{NOBODY}" / "programs"
+        assert devices.compile_cache_folder() == str(spare)
+        shutil.rmtree(spare.parent)
+        forget_spares()
+    (machine / "tmp").chmod(0o755)
+    with one_who_is_nobody():
+        devices.keep_compiled_programs(cache)
+        assert devices.compile_cache_folder() == ""
+    assert "compiled programs are not kept" in caplog.text
+    assert "Set JAX_COMPILATION_CACHE_DIR to a folder that can be written to" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling"])
+def test_what_is_no_folder_of_programs_has_a_spare(machine: Path, kind: str) -> None:
+    cache = machine / ".jax_cache"
+    if kind == "file":
+        cache.touch()
+    else:
+        cache.symlink_to(machine / "absent")
+    assert own_or_spare(cache) == machine / "home" / ".cache" / "jaxrl_async" / "programs"
+
+
+def test_a_folder_of_programs_whose_modes_cannot_be_changed_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(path: Path, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", refused)
+    assert own_or_spare(tmp_path) == tmp_path and not caplog.records
+
+
+def test_a_team_hears_that_its_folder_of_programs_is_closed_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o2775)
+    assert own_or_spare(tmp_path) == tmp_path
+    assert tmp_path.stat().st_mode & 0o7777 == 0o2755
+    assert "(mode 2755, it was 2775)" in caplog.text
+    caplog.clear()
+    assert own_or_spare(tmp_path) == tmp_path and not caplog.records
 
 
 PROGRAM = """

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,13 +20,19 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Speaker, closed, serve
+from joined_run import free_port, joined_run
+from other_users import as_root, one_who_is_nobody
 from tiny import SPEC
 
+from jaxrl_async import private_folder as folders
 from jaxrl_async import sample
 from jaxrl_async.endpoint.desk import EndpointLimits
 from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused, printable, shown
 from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
+from jaxrl_async.private_folder import made_private
+from jaxrl_async.run.builders import remote_samplers
+from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.weights.remote.peer_guard import Guard
 from jaxrl_async.weights.remote.piece_protocol import GREETING, Line, PieceRequest
 from jaxrl_async.weights.remote.piece_server import PieceServer
@@ -188,6 +195,108 @@ def test_a_torn_file_by_port_is_no_secret(caches: Path, content: str) -> None:
         file = caches / "jaxrl_async" / "join" / "7.json"
         file.write_text(content)
         assert locate_trainer("127.0.0.1:7").secret == b""
+
+
+@as_root
+@pytest.mark.parametrize("closed_off", ["join.json", "run"])
+def test_another_users_sampler_hears_at_once_that_it_may_not_read_the_secret(
+    closed_off: str,
+) -> None:
+    """It waited ten minutes."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        run = Path(made) / "run"
+        run.mkdir(mode=0o700 if closed_off == "run" else 0o755)
+        secret = SECRET if closed_off == "join.json" else b""
+        write_join_file(run, Address("127.0.0.1", 7), "r", secret)
+        with (
+            one_who_is_nobody(),
+            pytest.raises(ConfigError, match=r"may not read .*join\.json.* JAXRL_ASYNC_SECRET"),
+        ):
+            joins(str(run))
+
+
+def test_the_secret_is_found_by_port_where_no_folder_of_caches_can_be_had(
+    tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders._spare.cache_clear()
+    with known_to_this_user(Address("127.0.0.1", 7), SECRET):
+        assert locate_trainer("127.0.0.1:7").secret == SECRET
+    folders._spare.cache_clear()
+
+
+def test_who_looks_for_a_secret_leaves_no_folder(tmp_path: Path, caches: Path) -> None:
+    assert locate_trainer("127.0.0.1:7").secret == b"" and not caches.exists()
+
+
+def test_the_files_by_port_of_killed_trainers_go_after_a_week(caches: Path) -> None:
+    folder = made_private(caches / "jaxrl_async" / "join")
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("", 0)) as gone:
+        live, dead = (one.getsockname()[1] for one in (alive, gone))
+        gone.close()
+        young = folder / "1.json"
+        old = [folder / f"{live}.json", folder / f"{dead}.json", folder / f".{dead}.json.77"]
+        for file in (young, *old):
+            file.write_text("{}")
+        for file in old:
+            os.utime(file, (time.time() - 8 * 24 * 3600,) * 2)
+        with known_to_this_user(Address("127.0.0.1", 2), SECRET):
+            names = {file.name for file in folder.iterdir()}
+    assert names == {"1.json", "2.json", f"{live}.json"}
+
+
+class Process(Lockstep):
+    """One of two processes of a trainer, that the other gave this message."""
+
+    def __init__(self, index: int, other: str) -> None:
+        self._place(index, 2, first_plays=True)
+        self._other = other
+
+    def gather_json(self, value: object) -> list:
+        return [value, self._other] if self.index == 0 else [self._other, value]
+
+
+def test_the_processes_of_a_trainer_agree_on_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without one waited for ever for those with one."""
+    told: list[str] = []
+
+    def tell(text: str, *, leads: bool) -> str:
+        told.append(text)
+        return text if leads else "made by process 0"
+
+    monkeypatch.setattr(remote_samplers, "tell_everybody", tell)
+    agreed, of = remote_samplers._agreed_secret, hashlib.sha256(SECRET).hexdigest()
+    for index in (0, 1):
+        assert agreed(SECRET, Process(index, of)) == SECRET and not told
+        for given, other in ((SECRET, ""), (b"", of), (b"another", of)):
+            with pytest.raises(ConfigError, match="JAXRL_ASYNC_SECRET is set in processes"):
+                agreed(given, Process(index, other))
+    assert not told, "no process waits for a message that does not come"
+    assert agreed(b"", Process(0, "")).decode() == told[0]
+    assert agreed(b"", Process(1, "")) == b"made by process 0"
+    assert agreed(SECRET, Lockstep()) == SECRET != agreed(b"", Lockstep())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("knows", ["trainer", "trainer-1"])
+def test_two_processes_of_which_one_has_a_secret_both_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: str
+) -> None:
+    with joined_run(tmp_path, "mesh.trainer.fsdp=2", "run.steps=1") as run:
+        meeting = f"distributed.coordinator=127.0.0.1:{free_port()}"
+        for index, name in enumerate(("trainer", "trainer-1")):
+            monkeypatch.delenv("JAXRL_ASYNC_SECRET", raising=False)
+            if name == knows:
+                monkeypatch.setenv("JAXRL_ASYNC_SECRET", SECRET.decode())
+            place = ("distributed.num_processes=2", f"distributed.process_id={index}")
+            run.train(meeting, *place, name=name)
+        for name in ("trainer", "trainer-1"):
+            assert run.code(name) != 0
+        said = "".join(run.said(name) for name in ("trainer", "trainer-1"))
+        assert f"is set in processes [{int(knows != 'trainer')}], and has to have" in said
 
 
 def test_a_prepared_draft_is_not_written_to(tmp_path: Path) -> None:

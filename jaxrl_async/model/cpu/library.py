@@ -2,10 +2,10 @@
 one for the trainer, each when it is first asked for.
 
 A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), a folder that only
-this user can read and change, under a name that stands for the source, the compiler, its options,
-the processor and jaxlib. Its sha256 is in a file of its own. A library is machine code that this
-process executes: one that is not this user's, has another sum, does not load or lacks a kernel is
-built again.
+this user can change; one of root, in an image or for all users, is read. Its name stands for the
+source, the compiler, its options, the processor and jaxlib. Its sha256 is in a file of its own. A
+library is machine code that this process executes: one that is neither this user's nor root's, has
+another sum, does not load or lacks a kernel is built again.
 """
 
 import ctypes
@@ -25,7 +25,12 @@ import jax
 
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
-from jaxrl_async.private_folder import check_own_file, private_folder, write_whole
+from jaxrl_async.private_folder import (
+    check_own_file,
+    private_folder,
+    readable_folders,
+    write_whole,
+)
 
 OPTIONS = (
     "-O3",
@@ -91,7 +96,7 @@ def _are_there(kernels: Kernels) -> bool:
     except NotBuiltError as error:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
-    except (OSError, RuntimeError) as error:  # the last: there is no home
+    except OSError as error:
         _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder of yours that can be written to")
         return False
     for name in kernels.names:
@@ -102,16 +107,18 @@ def _are_there(kernels: Kernels) -> bool:
 
 @functools.cache
 def _loaded(kernels: Kernels) -> ctypes.CDLL:
-    """Load a library, built unless a sound one is there. Raises NotBuiltError, OSError,
-    RuntimeError."""
+    """Load a library, built unless a sound one is there. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
-    path = _folder() / f"{_key(kernels, compiler)}.so"
-    try:
-        return _opened(_sound(path), path, kernels)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.warning("the CPU kernels in %s are built again: %s", path, in_a_line(error))
+    name = f"{_key(kernels, compiler)}.so"
+    for folder in readable_folders("kernels"):
+        path = folder / name
+        try:
+            return _opened(_sound(path), path, kernels)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("the CPU kernels in %s are built again: %s", path, in_a_line(error))
+    path = private_folder("kernels") / name
     for last in (False, True):  # another process may have replaced one of the two files meanwhile
         _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
         try:
@@ -194,10 +201,6 @@ def _key(kernels: Kernels, compiler: str) -> str:
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
     parts = (*texts, *OPTIONS, compiler, age, _processor(), version("jaxlib"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _folder() -> Path:
-    return private_folder("kernels")
 
 
 def _processor() -> str:

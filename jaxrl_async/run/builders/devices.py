@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.config.seats_section import resident_snapshots
-from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.errors import ConfigError, MeshError, in_a_line
 from jaxrl_async.host import has_tpu
 from jaxrl_async.mesh import (
     LEAST_CPU_DEVICES,
@@ -102,14 +102,23 @@ def keep_compiled_programs(folder: Path) -> None:
     JAX_COMPILATION_CACHE_DIR names another.
 
     What is kept is found wherever the folder is moved or copied: XLA's own caches, which are off,
-    would make the folder's path a part of every program's key.
+    would make the folder's path a part of every program's key. Where no folder can be had the run
+    compiles all anew, which the log says.
     """
     if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     verify_compiled_programs()
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    jax.config.update("jax_compilation_cache_dir", str(own_or_spare(folder.resolve())))
+    try:
+        kept = str(own_or_spare(folder.resolve()))
+    except (OSError, RuntimeError) as error:  # the last: a circle of links
+        log.warning(
+            "compiled programs are not kept, and the next run compiles them again: %s. Set "
+            "JAX_COMPILATION_CACHE_DIR to a folder that can be written to.", in_a_line(error),
+        )  # fmt: skip
+        kept = None
+    jax.config.update("jax_compilation_cache_dir", kept)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -5,6 +5,7 @@ sum is in a file, its mark, which this user or root wrote and other users cannot
                    └── no: the entry is removed, and the program compiled again ──> put(key)
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -28,20 +29,35 @@ ENTRY = "-cache"
 
 
 def own_or_spare(folder: Path) -> Path:
-    """Return the folder, made if need be, which others cannot change; if it is another user's, one
-    of this user's own, which the log says. Raises OSError, RuntimeError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
-    if found.st_uid not in (os.geteuid(), 0) and found.st_uid != _of_new_files(folder)[0]:
+    """Return the folder, made if need be, which others cannot change; if it is another user's or
+    cannot be made, one of this user's own, which the log says. Raises OSError if neither can be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        if found.st_uid not in (os.geteuid(), 0) and found.st_uid != _of_new_files(folder)[0]:
+            raise NotPrivateError(
+                f"{folder} belongs to another user, whose compiled programs are not executed"
+            )
+    except OSError as error:
         spare = private_folder("programs")
-        log.warning(
-            "%s belongs to another user, whose compiled programs are not executed: %s keeps those "
-            "of this run", folder, spare,
-        )  # fmt: skip
+        log.warning("%s: %s keeps those of this run", in_a_line(error), spare)
         return spare
     if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
-        folder.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
+        _close(folder, stat.S_IMODE(found.st_mode))
     return folder
+
+
+def _close(folder: Path, mode: int) -> None:
+    """Take away the others' right to write. A file system without modes refuses, or ignores it:
+    the marks count without it."""
+    with contextlib.suppress(OSError):
+        folder.chmod(mode & ~OTHERS_WRITE)
+    if (now := stat.S_IMODE(folder.stat().st_mode)) != mode:
+        log.warning(
+            "%s holds compiled programs, which are machine code: only its owner writes there from "
+            "now on (mode %o, it was %o). Users who share it each keep their own in "
+            "JAX_COMPILATION_CACHE_DIR.", folder, now, mode,
+        )  # fmt: skip
 
 
 def verify_compiled_programs() -> None:

@@ -1,6 +1,7 @@
 """Samplers in processes of their own: the router and the channel that they join, and, where the run
 starts them itself, the processes."""
 
+import hashlib
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.metrics.json_logs import LOGS_VARIABLE
 from jaxrl_async.model.spec import ModelSpec, Params
@@ -43,7 +45,7 @@ from jaxrl_async.weights.manifest import manifest_of
 from jaxrl_async.weights.remote.outbox import WeightOutbox
 from jaxrl_async.weights.remote.seams import Offering
 from jaxrl_async.weights.remote.transports import make_offering
-from jaxrl_async.wire.secret import new_secret, read_secret
+from jaxrl_async.wire.secret import SECRET_VARIABLE, new_secret, read_secret
 from jaxrl_async.wire.tls import read_tls
 
 LOGS = "samplers"
@@ -74,12 +76,14 @@ def make_remote_sampling(
         closing: ends processes, connections and offers, also where a later part cannot be made.
         base: what an adapter changes, on the trainer's slice; it is sent once to each sampler.
             None: `weights` are all weights.
+
+    Raises ConfigError, in all processes of the trainer, if their environments' secrets differ.
     """
     faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec, run_probe_ids(inputs))
     sent = sent_weights(config.weights, config.model, spec)
     given = read_secret()
-    secret = given or _made_secret(lockstep)
+    secret = _agreed_secret(given, lockstep)
     channel = make_remote_channel(config, inputs, sent, weights.version, gate, lockstep, secret)
     closing.callback(channel.close)
     channel.begin(weights.params, base=_base_to_send(config, inputs, base))
@@ -233,8 +237,18 @@ def local_samplers(
     )
 
 
-def _made_secret(lockstep: Lockstep) -> bytes:
-    """Make a secret for this start of the run, the same in all processes of the trainer."""
+def _agreed_secret(given: bytes, lockstep: Lockstep) -> bytes:
+    """Return the environment's secret or, if no process of the trainer has one, one that is made
+    for this start of the run; it is the same in all. Raises ConfigError in all if theirs differ."""
+    sums = lockstep.gather_json(hashlib.sha256(given).hexdigest() if given else "")
+    if len(set(sums)) > 1:
+        have = [index for index, found in enumerate(sums) if found]
+        raise ConfigError(
+            f"the {len(sums)} processes of the trainer have different secrets: {SECRET_VARIABLE} "
+            f"is set in processes {have}, and has to have the same value in all, or be set in none"
+        )
+    if given:
+        return given
     if lockstep.count == 1:
         return new_secret()
     mine = "" if lockstep.index else new_secret().decode()
