@@ -42,10 +42,14 @@ def test_the_key_that_samples_neither_rewards_nor_ends_and_the_other_does_not_sa
     for path, body in (("reward", {"reward": 1}), ("end", {}), ("end", {"failed": "bad luck"})):
         refused = post(rig, path, held.key, body)
         assert refused.status_code == 403 and "reward_key" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["type"] == "permission_error"
     assert held.ended is None
     asked = {"messages": HI}
     shown = {"x-api-key": held.reward_key}
     assert rig.http.post("/v1/chat/completions", json=asked, headers=shown).status_code == 403
+    asked |= {"max_tokens": 4}
+    refused = rig.http.post("/v1/messages", json=asked, headers=shown)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     assert post(rig, "reward", "reward-guessed", {"reward": 1}).status_code == 401
     assert post(rig, "reward", held.reward_key, {"reward": 1}).is_success
     assert post(rig, "end", held.reward_key, {}).is_success
