@@ -155,8 +155,9 @@ def main() -> None:
     args = words.parse_args()
     minutes = 0.3 if args.quick else args.minutes
     if args.job == "all":
-        report("soak", rows_of_all(args), args)
-        return
+        rows, failed = rows_of_all(args)
+        report("soak", rows, args)
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     jax.monitoring.register_event_duration_secs_listener(count_compiled)
@@ -192,9 +193,11 @@ def main() -> None:
         sys.exit(f"{args.job}: {share:.0%} of the groups failed: correct {MISBEHAVING.name}")
 
 
-def rows_of_all(args: argparse.Namespace) -> list[Row]:
-    """Run each job for its share of the time in a process of its own; return all rows."""
+def rows_of_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Run each job for its share of the time in a process of its own; return all rows, and the jobs
+    that failed."""
     rows: list[Row] = []
+    failed: list[str] = []
     for name in JOBS:
         command = [sys.executable, __file__, "--job", name, "--seed", str(args.seed), "--json"]
         command += ["--minutes", str(0.3 if args.quick else args.minutes / len(JOBS))]
@@ -203,9 +206,10 @@ def rows_of_all(args: argparse.Namespace) -> list[Row]:
         if args.curves:
             file = Path(args.curves)
             command += ["--curves", str(file.with_name(f"{file.stem}-{name}{file.suffix}"))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        rows += json.loads(done.stdout)["rows"]
-    return rows
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        rows += json.loads(done.stdout)["rows"] if done.stdout else []
+        failed += [name] if done.returncode else []
+    return rows, failed
 
 
 def counted(lines: list[dict[str, float]]) -> str:
