@@ -473,10 +473,9 @@ def sampler_processes(process: "subprocess.Popen[bytes]") -> list[int]:
 
 
 def is_handled(pid: int, number: int) -> bool:
-    """Return whether a process has a handler of its own for a signal. Python's for SIGINT does not
-    count: it is there from the start, and ends as the signal would."""
-    if number == signal.SIGINT:
-        return False
+    """Return whether a process has a handler of its own for a signal. Python has one for SIGINT from
+    the start; a run installs its own for SIGINT and SIGTERM together."""
+    number = signal.SIGTERM if number == signal.SIGINT else number
     caught = [w for w in words_of(Path(f"/proc/{pid}/status"), b"\n") if w[:7] == b"SigCgt:"]
     return any(int(word[7:], 16) >> (number - 1) & 1 for word in caught)
 
