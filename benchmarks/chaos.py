@@ -473,7 +473,7 @@ def sampler_processes(process: "subprocess.Popen[bytes]") -> list[int]:
 
 
 def is_handled(pid: int, number: int) -> bool:
-    """Return whether a process has a handler of its own for a signal. Python has one for SIGINT from
+    """Return whether a process has its own handler for a signal. For SIGINT Python has one from
     the start; a run installs its own for SIGINT and SIGTERM together."""
     number = signal.SIGTERM if number == signal.SIGINT else number
     caught = [w for w in words_of(Path(f"/proc/{pid}/status"), b"\n") if w[:7] == b"SigCgt:"]
