@@ -149,7 +149,7 @@ CODES = {
     signal.SIGINT: (130,),
     signal.SIGHUP: (75,),
 }
-"""Exit codes after each signal, besides 0 and the signal's own, from before a handler is there."""
+"""Exit codes after each signal, besides 0; and the signal's own where no handler is there."""
 START_S = 12.0
 """The process is struck within so many seconds in the moment `start`."""
 MOMENT_S = 90.0
@@ -315,6 +315,7 @@ class Hunt:
         self.struck["early"] += victim != "sampler" and at == before
         what = f"{number.name} of {victim}, {moment}, step {at}"
         self.events.append(what)
+        own = () if is_handled(process.pid, number) else (-number,)
         if number == signal.SIGSTOP:
             self.struck["SIGSTOP"] += 1
             self._stop(victims)
@@ -324,7 +325,7 @@ class Hunt:
                     os.kill(pid, number if pid == process.pid else signal.SIGKILL)
         if victim != "sampler" and number != signal.SIGSTOP:
             self._wait_for_end(process, what)
-            code, usual = process.returncode, (0, -number, *CODES[number])
+            code, usual = process.returncode, (0, *own, *CODES[number])
             self.events.append(f"  ended with {code}")
             if code not in usual:
                 raise Failed(f"{what}: it ended with {code}, not one of {usual}")
@@ -469,6 +470,14 @@ def sampler_processes(process: "subprocess.Popen[bytes]") -> list[int]:
         for pid in words_of(file)
         if b"jaxrl_async.sample" in words_of(Path(f"/proc/{pid.decode()}/cmdline"), b"\0")
     ]
+
+
+def is_handled(pid: int, number: int) -> bool:
+    """Return whether a process has its own handler for a signal. For SIGINT Python has one from
+    the start; a run installs its own for SIGINT and SIGTERM together."""
+    number = signal.SIGTERM if number == signal.SIGINT else number
+    caught = [w for w in words_of(Path(f"/proc/{pid}/status"), b"\n") if w[:7] == b"SigCgt:"]
+    return any(int(word[7:], 16) >> (number - 1) & 1 for word in caught)
 
 
 def words_of(file: Path, between: bytes | None = None) -> list[bytes]:

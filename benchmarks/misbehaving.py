@@ -92,6 +92,7 @@ def play_by_command() -> int:
     """Play by a command; return its exit code."""
     fault = misbehaves(COMMAND_FAULTS)
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    reward_key = post(url, key, "/session/reward_key", {})["reward_key"]
     if fault in ("child", "daemon"):
         spawn(detached=fault == "daemon")
     elif fault == "exit":
@@ -109,7 +110,7 @@ def play_by_command() -> int:
     text = LONG if fault == "long" else "1 to 8"
     body = {"messages": [{"role": "user", "content": text}]}
     said = post(url, key, "/chat/completions", body)["choices"][0]["message"]["content"] or ""
-    post(url, key, "/session/reward", {"reward": len(said) % 3})
+    post(url, reward_key, "/session/reward", {"reward": len(said) % 3})
     return 0
 
 

@@ -18,6 +18,7 @@ Each resource is read nine hundred times; the means of each minute are printed, 
 --curves while the run lasts. The slope is that of a line through the means of twenty equal parts of
 the last two thirds, with a 95 % interval (Student's t). `flat`: the interval contains 0, or the
 slope adds less than a hundredth of the level in an hour. Audited, and counted by fault, at the end.
+A job whose groups mostly fail measures its failures alone, and ends with exit code 1.
 """
 
 import argparse
@@ -97,6 +98,11 @@ FAULTS = {
 }
 
 
+GROUPS = 4
+"""Groups of an update, in every job."""
+MOST_FAILED = 0.5
+"""Largest share of a job's groups that may fail, of those learned from and those that failed: about
+one episode in 25 misbehaves, in groups of four."""
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
 EVERY = (
     "staleness.max_staleness=2",
@@ -107,7 +113,7 @@ GAMES = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "warm_start.steps=0",
     "sampler.slots=16",
-    "algorithm={group_size: 4, groups_per_step: 4}",
+    f"algorithm={{group_size: 4, groups_per_step: {GROUPS}}}",
     "trainer={micro_batch_tokens: 512, warmup_steps: 1}",
     "eval.every=20",
     "checkpoint={every: 40, keep: 2}",
@@ -149,8 +155,9 @@ def main() -> None:
     args = words.parse_args()
     minutes = 0.3 if args.quick else args.minutes
     if args.job == "all":
-        report("soak", rows_of_all(args), args)
-        return
+        rows, failed = rows_of_all(args)
+        report("soak", rows, args)
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     jax.monitoring.register_event_duration_secs_listener(count_compiled)
@@ -175,16 +182,22 @@ def main() -> None:
         f"# {args.job}: {minutes:g} minutes, {lines[-1]['step']} updates; {struck}", file=sys.stderr
     )
     print(f"# counted: {counted(lines)}", file=sys.stderr)
+    share = failed_share(lines)
+    print(f"# {share:.0%} of the groups failed", file=sys.stderr)
     verdict = f"# audit: {len(found.problems)} problems, dropped {dict(found.dropped)}"
     print(verdict, file=sys.stderr)
     first, *_, last = map(int, watch.late["programs compiled"])
     print(f"# compiled late: {', '.join(COMPILED[first:last]) or 'nothing'}", file=sys.stderr)
     report("soak", [{**row, "job": args.job} for row in watch.rows()], args)
+    if share > MOST_FAILED:
+        sys.exit(f"{args.job}: {share:.0%} of the groups failed: correct {MISBEHAVING.name}")
 
 
-def rows_of_all(args: argparse.Namespace) -> list[Row]:
-    """Run each job for its share of the time in a process of its own; return all rows."""
+def rows_of_all(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Run each job for its share of the time in a process of its own; return all rows, and the jobs
+    that failed."""
     rows: list[Row] = []
+    failed: list[str] = []
     for name in JOBS:
         command = [sys.executable, __file__, "--job", name, "--seed", str(args.seed), "--json"]
         command += ["--minutes", str(0.3 if args.quick else args.minutes / len(JOBS))]
@@ -193,9 +206,10 @@ def rows_of_all(args: argparse.Namespace) -> list[Row]:
         if args.curves:
             file = Path(args.curves)
             command += ["--curves", str(file.with_name(f"{file.stem}-{name}{file.suffix}"))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        rows += json.loads(done.stdout)["rows"]
-    return rows
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        rows += json.loads(done.stdout)["rows"] if done.stdout else []
+        failed += [name] if done.returncode else []
+    return rows, failed
 
 
 def counted(lines: list[dict[str, float]]) -> str:
@@ -204,6 +218,13 @@ def counted(lines: list[dict[str, float]]) -> str:
     for line in lines:
         sums.update({k: int(v) for k, v in line.items() if k.startswith("faults/") and v})
     return ", ".join(f"{n} {key.removeprefix('faults/')}" for key, n in sorted(sums.items()))
+
+
+def failed_share(lines: list[dict[str, float]]) -> float:
+    """Return which share of the groups of a run failed, by its metrics."""
+    failed = sum(line.get("faults/failed_groups", 0.0) for line in lines)
+    learned = GROUPS * sum("train/grad_norm" in line for line in lines)
+    return float(failed / max(failed + learned, 1.0))
 
 
 @contextmanager

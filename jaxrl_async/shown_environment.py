@@ -20,15 +20,35 @@ OWN_VARIABLES = "JAXRL_ASYNC_"
 """How the names of variables begin that are the run's own: other programs do not see them."""
 SHOWN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TEMP", "TMP", "TZ"),
-    *("LANG", "LANGUAGE", "LC_*", "NO_COLOR", "NO_PROXY", "no_proxy", "LD_LIBRARY_PATH"),
+    *("LANG", "LANGUAGE", "LC_*", "NO_COLOR", "LD_LIBRARY_PATH", "HOSTNAME", "CI", "DISPLAY"),
     *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8"),
     *("PYTHONIOENCODING", "PYTHONHASHSEED", "VIRTUAL_ENV", "PYENV_ROOT", "PYENV_VERSION"),
-    *("CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE"),
-    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+    *("CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE", "MAMBA_ROOT_PREFIX"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "XDG_DATA_HOME", "XDG_DATA_DIRS"),
+    *("XDG_STATE_HOME", "XDG_RUNTIME_DIR"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    "NODE_EXTRA_CA_CERTS",
+    *("NODE_EXTRA_CA_CERTS", "PIP_CERT", "NO_PROXY", "no_proxy"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_DATASETS_CACHE", "HUGGINGFACE_HUB_CACHE"),
+    *("TRANSFORMERS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("TORCH_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR", "NLTK_DATA", "PLAYWRIGHT_BROWSERS_PATH"),
+    *("JAVA_HOME", "GOPATH", "GOROOT", "CARGO_HOME", "RUSTUP_HOME", "NODE_PATH", "NVM_DIR"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
 )
-"""Variables that a command needs to find its programs, files, language and certificates."""
+"""Variables that a command needs to find its programs, files, language, certificates, caches and
+devices. Not those that lead to others' keys (KUBECONFIG, DOCKER_CONFIG, SSH_AUTH_SOCK)."""
+ADDRESSES = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "DOCKER_HOST", "HF_ENDPOINT"),
+    *("http_proxy", "https_proxy", "all_proxy", "ftp_proxy"),
+    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "GOPROXY"),
+)
+"""Variables that it sees, too, where their values hold neither a user (a@b) nor a query (?a)."""
+USUAL = (
+    *("_", "SHLVL", "OLDPWD", "LS_COLORS", "LESS*", "PS1", "MAIL", "EDITOR", "VISUAL", "PAGER"),
+    *("COLORTERM", "TERM_*", "HIST*", "WINDOWID", "XDG_S*", "DBUS_*", "DESKTOP_SESSION"),
+    *("GLIBC_TUNABLES", "JAX_*", "XLA_*", "TF_CPP_*", "MALLOC_*", "LD_PRELOAD"),
+)
+"""Variables that are nearly always there, or are the run's: that they are hidden is not said."""
 SECRET_NAME = re.compile(
     r"(KEY|TOKEN|SECRET|CREDENTIAL|COOKIE|AUTH|DSN|PAT)(S?\d*$|_)|PASS(WORD|WD|PHRASE)", re.I
 )
@@ -43,8 +63,8 @@ ENV_START, ENV_END = 47, 48
 def without_secrets(
     environ: Mapping[str, str], secrets: Collection[str] = (), also: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return the variables that a program may see: those of SHOWN and of `also`, without the run's
-    own and without the secrets.
+    """Return the variables that a program may see: those of SHOWN and of `also`, and of ADDRESSES
+    without a password, without the run's own and without the secrets.
 
     Args:
         environ: all variables.
@@ -55,8 +75,22 @@ def without_secrets(
     return {
         name: value
         for name, value in environ.items()
-        if any(fnmatchcase(name, pattern) for pattern in shown) and not is_the_runs(name, secrets)
+        if (_is_one_of(name, shown) or (name in ADDRESSES and not set("@?") & set(value)))
+        and not is_the_runs(name, secrets)
     }
+
+
+def unseen(
+    environ: Mapping[str, str], seen: Collection[str], secrets: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the names of the variables that a program may miss: those that are not `seen`, without
+    the run's own and those of USUAL."""
+    hidden = (n for n in environ if n not in seen and not is_the_runs(n, secrets))
+    return tuple(sorted(name for name in hidden if not _is_one_of(name, USUAL)))
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_the_runs(name: str, secrets: Collection[str] = ()) -> bool:

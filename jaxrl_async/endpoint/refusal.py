@@ -8,6 +8,7 @@ from jaxrl_async.errors import JaxrlError
 OPENAI_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -18,6 +19,7 @@ OPENAI_KINDS = {
 ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class GuardedStream(io.TextIOBase):
-    """A stream whose failures are no errors. Usable from any thread."""
+    """A stream whose failures are no errors. Usable from any thread. What it does not have itself
+    (reconfigure, name, mode, line_buffering and the like) is the stream's."""
 
     def __init__(self, stream: TextIO | None, name: str, *, owns: bool = False) -> None:
         """Guard a stream.
@@ -27,12 +28,19 @@ class GuardedStream(io.TextIOBase):
             owns: the process is ours, and so is its file descriptor: once it cannot be written it
                 leads nowhere, for whatever else writes to it.
         """
-        self._stream, self._name, self._owns = stream, name, owns
+        nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        self._stream: TextIO = nowhere if stream is None else stream
+        self._name, self._owns = name, owns
         self.broken = stream is None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write, if that still can be done."""
-        if self._stream is not None and not self.broken:
+        if not self.broken:
             try:
                 self._stream.write(text)
             except (OSError, ValueError) as error:
@@ -44,7 +52,6 @@ class GuardedStream(io.TextIOBase):
 
     def _written_plainly(self, text: str) -> None:
         """Write what the stream's encoding does not hold as escapes."""
-        assert self._stream is not None
         encoding = getattr(self._stream, "encoding", None) or "ascii"
         plain = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
@@ -54,7 +61,7 @@ class GuardedStream(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush, if that still can be done."""
-        if self._stream is not None and not self.broken:
+        if not self.broken:
             try:
                 self._stream.flush()
             except (OSError, ValueError) as error:
@@ -79,19 +86,22 @@ class GuardedStream(io.TextIOBase):
     def isatty(self) -> bool:
         """Return whether it is a terminal."""
         try:
-            return self._stream is not None and not self.broken and self._stream.isatty()
+            return not self.broken and self._stream.isatty()
         except (OSError, ValueError):
             return False
 
     def fileno(self) -> int:
         """Return the file descriptor. Raises OSError if there is none."""
-        if self._stream is None:
-            raise io.UnsupportedOperation("there is no stream")
         return self._stream.fileno()
 
     def writable(self) -> bool:
         """Return True."""
         return True
+
+    def detach(self) -> Any:
+        """Return the stream of bytes below; this one keeps it, since the run writes here, too."""
+        self.flush()
+        return self.buffer
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -99,9 +109,19 @@ class GuardedStream(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """What the stream does with characters that its encoding does not hold."""
+        return getattr(self._stream, "errors", None)
+
+    @property
+    def newlines(self) -> Any:  # type: ignore[override]
+        """The stream's."""
+        return getattr(self._stream, "newlines", None)
+
+    @property
     def buffer(self) -> Any:
         """The stream of bytes below, which is not guarded."""
-        return self._stream.buffer if self._stream is not None else io.BytesIO()
+        return self._stream.buffer
 
 
 @contextmanager

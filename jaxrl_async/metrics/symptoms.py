@@ -1,7 +1,8 @@
 """Symptoms of a run that continues and learns nothing, each with its line of the docs.
 
 An update shows a symptom if its metrics are beyond a limit. IN_A_ROW updates in a row that show one
-are a warning; the next warning of it comes only after an update without it, and as many again.
+are a warning; the next warning of it comes only after an update without it, and as many again. A
+symptom that follows from another one (FOLLOWS) is no warning while that one lasts.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,6 +76,8 @@ SYMPTOMS = {
     ),
 }
 """What is looked for, by name."""
+FOLLOWS = {"equal rewards": "no gradient"}
+"""What has the same cause as another symptom, which says more."""
 
 
 class Symptoms:
@@ -91,7 +94,8 @@ class Symptoms:
         said = []
         for name, symptom in SYMPTOMS.items():
             self._in_a_row[name] = self._in_a_row[name] + 1 if symptom.shown(values) else 0
-            if self._in_a_row[name] == IN_A_ROW:
+            is_said = self._in_a_row.get(FOLLOWS.get(name, ""), 0) >= IN_A_ROW
+            if self._in_a_row[name] == IN_A_ROW and not is_said:
                 said.append(
                     f"the last {IN_A_ROW} updates {symptom.says} ({DOCS}#{symptom.section})"
                 )

@@ -43,7 +43,7 @@ from jaxrl_async.rollout.sessions import (
     SessionPlace,
     Sessions,
 )
-from jaxrl_async.shown_environment import is_the_runs, without_secrets
+from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.types import Completion, Episode, IntArray, Message, Prompt, Score
@@ -60,6 +60,8 @@ MAX_VARIABLE_BYTES = 2**17 - 2**8
 """Longest variable of a command's environment; Linux takes 128 KiB, its name included."""
 SHOWN = 400
 """How many characters of its output a failed command's message has."""
+MAX_NAMED = 20
+"""How many variables that it did not see a failed command's message names."""
 
 Program = Callable[["AgentSession"], Awaitable[Any] | Any]
 """Plays one episode. A function that is not async runs in a thread of its own."""
@@ -404,13 +406,14 @@ class Command:
             )
         self._words = words
         self._environ = without_secrets(os.environ, secrets, shown)
-        hidden = sorted(set(os.environ) - set(self._environ))
-        log.info(
-            "the program's command sees %d of this process's environment variables, not %s; "
-            "env.program_variables shows more",
-            len(self._environ),
-            ", ".join(hidden) or "fewer",
-        )
+        told = {*self._environ, *command_environment(EXAMPLE)}
+        self._unseen = unseen(os.environ, told, secrets)
+        if self._unseen:
+            log.warning(
+                "the program's command does not see these environment variables: %s. If it needs "
+                "one, name it in env.program_variables",
+                ", ".join(self._unseen),
+            )
 
     async def __call__(self, agent: AgentSession) -> None:
         """Run it to its end. Raises RolloutError, with the end of what it wrote, for another exit
@@ -436,9 +439,21 @@ class Command:
         if code:
             raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
                 f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of what "
-                f"it wrote: {text[-SHOWN:] or 'nothing'}"
+                f"it wrote: {text[-SHOWN:] or 'nothing'}{self._hint()}"
             )
         log.debug("%s has ended; the end of what it wrote: %s", self._words[0], text[-SHOWN:])
+
+    def _hint(self) -> str:
+        """Name what it may have missed."""
+        if not self._unseen:
+            return ""
+        more = len(self._unseen) - MAX_NAMED
+        names = ", ".join(self._unseen[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return f"\nIt did not see {names} (env.program_variables shows variables)."
+
+
+EXAMPLE = AgentSession(base_url="", api_key="", model="", record={}, prompt="")
+"""A session of nothing, for the names of the variables."""
 
 
 def command_environment(agent: AgentSession) -> dict[str, str]:

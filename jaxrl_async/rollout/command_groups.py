@@ -103,9 +103,14 @@ class CommandGroups:
         )
         reader = asyncio.StreamReader()
         assert keeper.stdout is not None, "it was asked for"
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), keeper.stdout
-        )
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), keeper.stdout
+            )
+        except BaseException:  # cancelled: no caller has a command to end
+            keeper.terminate()
+            keeper.stdout.close()
+            raise
         command = RunningCommand(keeper, reader, transport)
         self.running.add(command)
         return command

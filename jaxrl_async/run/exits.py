@@ -3,15 +3,20 @@
 `os._exit(0)` in a reward would end a run with the exit code of one that has ended as it should: a
 launcher would take the job for done. While a run is training, the calls that end a process
 immediately, or put another program in its place, raise ProcessEndRefused instead: the function has
-failed, as one that raises. Calls of jaxrl_async itself, and those in child processes, do what they
-always do. What native code ends (a library that calls `exit` of C) cannot be kept from it.
+failed, as one that raises. `sys.exit()` anywhere in a user's code (a loss, records, on_step)
+becomes the same error where it leaves the run. Calls of jaxrl_async itself, and those in child
+processes, do what they always do. What native code ends (a library that calls `exit` of C) cannot
+be kept from it.
 """
 
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from jaxrl_async.errors import ProcessEndRefused
@@ -20,6 +25,7 @@ ENDING = ("_exit", "execv", "execve")
 """Functions of os that end the program of a process; os.execl, execvp and the like call these."""
 OWN = "jaxrl_async"
 """The package that may call them."""
+INSTEAD = "Return, or raise an exception; StopTraining in on_step ends a run."
 
 _lock = threading.Lock()
 _runs = 0  # in this process
@@ -55,13 +61,42 @@ def _set(name: str, function: Callable[..., Any]) -> None:
 def _refusing(name: str, real: Callable[..., Any], process: int) -> Callable[..., Any]:
     def refuse(*words: Any, **named: Any) -> Any:
         caller = sys._getframe(1)
-        module = str(caller.f_globals.get("__name__"))
-        if os.getpid() != process or module.partition(".")[0] == OWN:
+        if os.getpid() != process or _is_own(caller):
             return real(*words, **named)
-        code = caller.f_code
-        raise ProcessEndRefused(
-            f"{code.co_filename}, line {caller.f_lineno}, {code.co_name}: os.{name} would end the "
-            "process of the run. Return, or raise an exception; StopTraining in on_step ends a run."
-        )
+        raise _refusal(caller, caller.f_lineno, f"os.{name}")
 
     return refuse
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Turn a SystemExit that a user's code raised inside the `with` into ProcessEndRefused, which
+    names its file and line. Also a decorator."""
+    try:
+        yield
+    except SystemExit as error:
+        calls = list(traceback.walk_tb(error.__traceback__))
+        own = [i for i, (frame, _) in enumerate(calls) if _is_own(frame)]
+        users = calls[own[-1] + 1 if own else 0 :]
+        if not users:
+            raise
+        frame, line = next((c for c in reversed(users) if not _is_installed(c[0])), users[-1])
+        raise _refusal(frame, line, f"sys.exit({error.code!r})") from error
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == OWN
+
+
+def _is_installed(frame: FrameType) -> bool:
+    """Return whether a frame is of the standard library or of an installed package."""
+    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return frame.f_code.co_filename.startswith(("<frozen", *(f"{p}{os.sep}" for p in places if p)))
+
+
+def _refusal(frame: FrameType, line: int, call: str) -> ProcessEndRefused:
+    code = frame.f_code
+    return ProcessEndRefused(
+        f"{code.co_filename}, line {line}, {code.co_name}: {call} would end the process of the "
+        f"run. {INSTEAD}"
+    )

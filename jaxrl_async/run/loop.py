@@ -50,7 +50,7 @@ from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
-from jaxrl_async.run.exits import no_end_by_others
+from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import folders
@@ -67,6 +67,7 @@ Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
 
 
+@exits_refused()
 def train(config: Config, on_step: OnStep | None = None) -> Path:
     """Run a configuration to its end; return its folder, which holds the results.
 
@@ -76,7 +77,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
     Args:
         config: the whole configuration.
         on_step: called after each update, which goes on once it returns; StopTraining ends the run,
-            any other exception fails it.
+            any other exception fails it, SystemExit as ProcessEndRefused.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))

@@ -1,6 +1,7 @@
 """A log that cannot be written, a terminal that closes, foreign lines in a run's files: a run ends
 for none of them."""
 
+import faulthandler
 import io
 import json
 import logging
@@ -79,6 +80,56 @@ def test_what_the_encoding_does_not_hold_is_written_as_escapes():
     print("reward \u2581\u2582 and \ud83d", file=stream, flush=True)
     assert below.buffer.getvalue() == b"reward \\u2581\\u2582 and \\ud83d\n"
     assert not stream.broken
+
+
+def test_a_guarded_stream_has_what_its_stream_has(monkeypatch, tmp_path):
+    """A user's file may ask for what any stdout has; the right values are the stream's own."""
+    with (tmp_path / "out").open("w", encoding="ascii", errors="replace") as below:
+        monkeypatch.setattr(sys, "stdout", below)
+        with guarded_output():
+            for name in ("name", "mode", "encoding", "errors", "newlines", "line_buffering"):
+                assert getattr(sys.stdout, name) == getattr(below, name), name
+            for name in ("fileno", "isatty", "writable", "readable"):
+                assert getattr(sys.stdout, name)() == getattr(below, name)(), name
+            assert sys.stdout.buffer is below.buffer and not sys.stdout.closed
+            sys.stdout.reconfigure(encoding="utf-8", line_buffering=True)
+            assert (below.encoding, below.line_buffering) == ("utf-8", True)
+            print("reward \u2581")
+            subprocess.run([sys.executable, "-c", "print('child')"], stdout=sys.stdout, check=True)
+            detached = io.TextIOWrapper(sys.stdout.detach(), encoding="utf-16-le")
+            detached.write("x")
+            detached.flush()
+            print("still the run's")
+            assert not hasattr(sys.stdout, "no_such_thing")
+    text = "reward \u2581\nchild\n".encode() + b"x\0still the run's\n"
+    assert (tmp_path / "out").read_bytes() == text
+
+
+@pytest.mark.parametrize("kind", ["none", "notebook"])
+def test_a_stream_without_more_than_text_is_guarded(kind, monkeypatch):
+    """A process without stdout takes any question; a notebook's stream has no bytes below."""
+    monkeypatch.setattr(sys, "stdout", None if kind == "none" else io.StringIO())
+    with guarded_output():
+        print("words", flush=True)
+        with pytest.raises(io.UnsupportedOperation):
+            sys.stdout.fileno()
+        assert not sys.stdout.isatty() and hasattr(sys.stdout, "buffer") == (kind == "none")
+        if kind == "none":
+            sys.stdout.reconfigure(line_buffering=True)
+            sys.stdout.buffer.write(b"bytes")
+
+
+def test_libraries_that_write_to_a_terminal_write_to_a_guarded_stream(tmp_path):
+    rich, tqdm = pytest.importorskip("rich.console"), pytest.importorskip("tqdm")
+    with (tmp_path / "out").open("w", encoding="utf-8") as below:
+        stream = GuardedStream(below, "stdout")
+        rich.Console(file=stream).print("[bold]words")
+        list(tqdm.tqdm(range(2), file=stream))
+        stream.flush()
+        with (tmp_path / "stacks").open("w") as file:
+            faulthandler.dump_traceback(file=GuardedStream(file, "stacks"))
+    assert "words" in (tmp_path / "out").read_text() and "2/2" in (tmp_path / "out").read_text()
+    assert "test_libraries_that_write" in (tmp_path / "stacks").read_text()
 
 
 def test_a_process_without_stdout_has_a_console(monkeypatch):

@@ -1,7 +1,12 @@
 """Who may reward a session, and how much: never the code that the policy has written."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -42,10 +47,14 @@ def test_the_key_that_samples_neither_rewards_nor_ends_and_the_other_does_not_sa
     for path, body in (("reward", {"reward": 1}), ("end", {}), ("end", {"failed": "bad luck"})):
         refused = post(rig, path, held.key, body)
         assert refused.status_code == 403 and "reward_key" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["type"] == "permission_error"
     assert held.ended is None
     asked = {"messages": HI}
     shown = {"x-api-key": held.reward_key}
     assert rig.http.post("/v1/chat/completions", json=asked, headers=shown).status_code == 403
+    asked |= {"max_tokens": 4}
+    refused = rig.http.post("/v1/messages", json=asked, headers=shown)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     assert post(rig, "reward", "reward-guessed", {"reward": 1}).status_code == 401
     assert post(rig, "reward", held.reward_key, {"reward": 1}).is_success
     assert post(rig, "end", held.reward_key, {}).is_success
@@ -90,3 +99,27 @@ def test_a_reward_beyond_the_bound_is_refused(rig, held, given, is_taken):
         assert reply.status_code == 400
     if given == {"reward": 2.01}:
         assert "endpoint.max_reward" in reply.json()["error"]["message"]
+
+
+def test_the_commands_of_the_soak_reward_their_sessions(rig):
+    """They exit with 0 where nothing misbehaves, and the session's reward is what they said."""
+    program = Path(__file__).parents[2] / "benchmarks" / "misbehaving.py"
+    plays = f"import runpy; play = runpy.run_path({str(program)!r})['play_by_command']"
+    plays += "; play.__globals__['misbehaves'] = lambda faults: ''; raise SystemExit(play())"
+    place = SessionPlace(prompt=make_prompt(3), label="g4", member=0)
+    limits = replace(LIMITS, max_length=128, max_new_tokens=8)
+    session = rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    rig.sampler.texts[:] = ["four"]
+    own = {"OPENAI_BASE_URL": f"{rig.endpoint.address}/v1", "OPENAI_API_KEY": session.key}
+    done = subprocess.run(
+        [sys.executable, "-c", plays],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    session.finish()
+    score = session.episode().score
+    assert score is not None and score.reward == 4 % 3

@@ -1,6 +1,7 @@
 """Training that fails without an error: weights that blow up, functions that end the process."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import mesh_of, tiny_params, tiny_spec
-from runs import many_digits, run_job
+from runs import config_of, many_digits, run_job
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.data.preferences import PreferencePair
-from jaxrl_async.errors import ProcessEndRefused, TrainingError, WeightsError
+from jaxrl_async.errors import ConfigError, ProcessEndRefused, TrainingError, WeightsError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.lora import adapter_table, lora_of
+from jaxrl_async.run import loop
 from jaxrl_async.run.exits import no_end_by_others
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -203,6 +205,8 @@ def test_what_would_end_the_process_raises_while_a_run_goes_on():
 
 FORKED = """
 import os
+import re
+from jaxrl_async.run import loop
 from jaxrl_async.run.exits import no_end_by_others
 with no_end_by_others():
     if not (child := os.fork()):
@@ -256,3 +260,96 @@ def check_reward(folder: Path, name: str) -> None:
     if name in ("os._exit", "exec"):
         assert "would end the process of the run" in done.stderr and "r.py, line" in done.stderr
     assert not (folder / "addition" / "policy").exists()
+
+
+# ---- sys.exit outside of a reward
+
+EXITS = """
+import argparse, dataclasses, sys, threading
+from jaxrl_async.tasks.guess_number import guess_number
+
+def loss(*arguments, **named):
+    sys.exit(0)
+
+def parsing_loss(*arguments, **named):
+    argparse.ArgumentParser().parse_args(["--help"])
+
+class Ending(list):
+    def __getitem__(self, i):
+        if threading.current_thread().name == "rollouts":
+            sys.exit()
+        return list.__getitem__(self, i)
+
+game = guess_number(highest=8, guesses=2)
+records = Ending(game.records[i] for i in range(20))
+task = dataclasses.replace(game, records=records, held_out=[game.held_out[i] for i in range(4)])
+"""
+EXITING = {
+    "loss": (6, r"loss: sys\.exit\(0\)", ("addition", "algorithm.loss=EXITS:loss")),
+    "its library": (9, r"parsing_loss: sys", ("addition", "algorithm.loss=EXITS:parsing_loss")),
+    "records": (14, r"__getitem__: sys\.exit\(None\)", ("guess_number", "task=EXITS:task")),
+}
+"""By what exits: the line, the words, and the configuration with its setting."""
+
+
+@pytest.fixture
+def exits(tmp_path):
+    """By name, the match of what is raised, and the configuration with its settings."""
+    file = tmp_path / "exits.py"
+    file.write_text(EXITS)
+
+    def made(name: str) -> tuple[str, str, tuple[str, ...]]:
+        line, words, (config, own) = EXITING[name]
+        settings = (*TINY, "run.steps=20")
+        if config == "guess_number":
+            settings = (*(s for s in settings if "data." not in s), "sampler.max_length=128")
+        match = rf"exits\.py, line {line}, {words}.* would end the process of the run\. Return, or"
+        return match, config, (*settings, own.replace("EXITS", str(file)))
+
+    return made
+
+
+@pytest.mark.parametrize("name", EXITING)
+def test_what_exits_in_a_run_fails_it(name, exits, tmp_path):
+    match, config, settings = exits(name)
+    with pytest.raises(ProcessEndRefused, match=match) as error:
+        run_job(config, tmp_path, *settings)
+    assert isinstance(error.value.__cause__, SystemExit)
+
+
+@pytest.mark.parametrize("name", ["loss", "records"])
+def test_what_exits_in_a_run_is_no_success_of_the_command(name, exits, tmp_path):
+    match, config, settings = exits(name)
+    place = (str(ROOT / "configs" / f"{config}.yaml"), f"run.dir={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl_async.train", *place, *settings],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(f"ProcessEndRefused: .*{match}", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("job", ["addition", "sft"])
+def test_an_on_step_that_exits_fails_the_run(job, tmp_path):
+    def on_step(step, values):
+        if step == 2:
+            sys.exit(0)
+
+    settings = (*TINY, many_digits(tmp_path))
+    if job == "sft":
+        settings = (*TINY[:2], "sft.batch_size=2", *TINY[4:5], TINY[-1])
+    config = config_of(job, tmp_path, *settings, "run.steps=9")
+    match = rf"{Path(__file__).name}, line \d+, on_step: sys\.exit\(0\) .*StopTraining in on_step"
+    with pytest.raises(ProcessEndRefused, match=match):
+        loop.train(config, on_step)
+
+
+def test_an_exit_of_the_script_stays_its_own(tmp_path):
+    with pytest.raises(SystemExit, match="3"):
+        try:
+            run_job("addition", tmp_path, *TINY, "task=no.py:one")
+        except ConfigError:
+            sys.exit(3)

@@ -31,6 +31,12 @@ def said(updates: list[dict[str, float]]) -> list[int]:
     return [n for n, values in enumerate(updates, 1) for _ in symptoms.warnings(values)]
 
 
+def warned(updates: list[dict[str, float]]) -> list[str]:
+    """Return what is said of updates."""
+    symptoms = Symptoms()
+    return [w for values in updates for w in symptoms.warnings(values)]
+
+
 @pytest.mark.parametrize("name", SYMPTOMS)
 @given(shown=st.lists(st.booleans(), max_size=60))
 def test_one_warning_at_the_end_of_each_tenth_in_a_row(name, shown):
@@ -81,6 +87,16 @@ def test_equal_rewards_are_told_whatever_their_size_and_small_ones_are_not_equal
     assert said([huge] * 10) == [10] and said([small] * 10) == []
 
 
+@pytest.mark.parametrize("later", [0, 4])
+def test_equal_rewards_that_leave_no_gradient_are_one_warning(later):
+    """The gradient says more of the same cause; once there is one again, equal rewards are said."""
+    equal = HEALTHY | ILL["equal rewards"]
+    both = equal | ILL["no gradient"]
+    (only,) = warned([HEALTHY | ILL["no gradient"]] * later + [both] * 15)
+    assert "had no gradient" in only
+    assert said([*[both] * 9, *[equal] * 5]) == [10]
+
+
 def test_each_warning_names_a_section_of_the_docs_that_exists():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = {
@@ -88,9 +104,7 @@ def test_each_warning_names_a_section_of_the_docs_that_exists():
         for line in page.splitlines()
         if line.startswith("#")
     }
-    symptoms = Symptoms()
-    updates = [HEALTHY | {k: v for ill in ILL.values() for k, v in ill.items()}] * IN_A_ROW
-    warnings = [w for values in updates for w in symptoms.warnings(values)]
+    warnings = [w for ill in ILL.values() for w in warned([HEALTHY | ill] * IN_A_ROW)]
     assert len(warnings) == len(SYMPTOMS)
     for warning in warnings:
         (anchor,) = re.findall(r"docs/troubleshooting\.md#([a-z-]+)", warning)

@@ -1,5 +1,8 @@
 """What a command that plays episodes sees of the run's environment."""
 
+import logging
+import os
+
 import pytest
 
 from jaxrl_async.config.judge_section import JudgeSection
@@ -46,11 +49,66 @@ def made(program: object, **changes: object):
 
 
 def test_what_settings_say_reaches_the_programs(monkeypatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "d")
+    monkeypatch.setenv("DOCKER_CONFIG", "d")
     programs = made(["sh"], program_variables=["DOCKER_*"])
     assert programs.bounds.max_reward == 3.0
-    assert programs._run._environ["DOCKER_HOST"] == "d"
-    assert "DOCKER_HOST" not in made(["sh"])._run._environ
+    assert programs._run._environ["DOCKER_CONFIG"] == "d"
+    assert "DOCKER_CONFIG" not in made(["sh"])._run._environ
+
+
+SEEN = {
+    "HTTPS_PROXY": "http://proxy.corp:3128",
+    "http_proxy": "http://proxy.corp:3128",
+    "HF_HOME": "/data/hf",
+    "JAVA_HOME": "/opt/java",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "DOCKER_HOST": "unix:///run/user/1000/docker.sock",
+    "PIP_INDEX_URL": "https://pypi.corp/simple",
+    "REQUESTS_CA_BUNDLE": "/etc/corp.pem",
+    "XDG_STATE_HOME": "/state",
+}
+UNSEEN = {
+    "HTTP_PROXY": "http://me:sesame@proxy.corp:3128",
+    "ALL_PROXY": "me:sesame@proxy.corp:1080",
+    "PIP_EXTRA_INDEX_URL": "https://pypi.corp/simple?token=sesame",
+    "HF_TOKEN": "sesame",
+    "KUBECONFIG": "/home/me/.kube/config",
+    "WANDB_API_KEY": "sesame",
+}
+QUIET = {"SHLVL": "1", "LS_COLORS": "di=1", "OLDPWD": "/", "JAXRL_ASYNC_X": "a", "JUDGES_KEY": "a"}
+
+
+async def test_the_log_and_the_error_name_what_a_command_does_not_see(monkeypatch, caplog) -> None:
+    """As the text log shows it: at the level of warnings."""
+    for name in tuple(os.environ):
+        if name not in ("PATH", "HOME"):
+            monkeypatch.delenv(name)
+    for name, value in (SEEN | UNSEEN | QUIET | {"OPENAI_API_KEY": "the user's own"}).items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        command = Command(["sh", "-c", "env; exit 3"], {"JUDGES_KEY"})
+    (line,) = caplog.messages
+    listed = ", ".join(sorted(UNSEEN))
+    assert f"does not see these environment variables: {listed}. If" in line
+    assert "env.program_variables" in line and "sesame" not in line
+    assert {n: command._environ.get(n) for n in (*SEEN, *UNSEEN)} == SEEN | dict.fromkeys(UNSEEN)
+    with pytest.raises(RolloutError, match=rf"exit code 3(?s:.*)\nIt did not see {listed} \(env\."):
+        await command(SESSION)
+    caplog.clear()
+    shown = Command(["sh", "-c", "exit 3"], {"JUDGES_KEY"}, tuple(UNSEEN))
+    assert not caplog.messages and UNSEEN.items() <= shown._environ.items()
+    with pytest.raises(RolloutError, match=r"wrote: nothing$"):
+        await shown(SESSION)
+
+
+async def test_a_long_list_of_unseen_variables_is_shortened_in_the_error(monkeypatch) -> None:
+    for name in tuple(os.environ):
+        if name not in ("PATH", "HOME"):
+            monkeypatch.delenv(name)
+    for number in range(25):
+        monkeypatch.setenv(f"MINE_{number:02}", "a")
+    with pytest.raises(RolloutError, match=r"It did not see MINE_00, .*MINE_19 and 5 more \("):
+        await Command(["sh", "-c", "exit 3"])(SESSION)
 
 
 def test_variables_for_a_function_are_refused() -> None:

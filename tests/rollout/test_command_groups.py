@@ -74,3 +74,36 @@ def test_a_command_ends_as_it_would_by_itself(words, code, output):
 
     assert asyncio.run(run()) == (code, output)
     assert not COMMANDS.running
+
+
+@pytest.mark.parametrize("moment", ["before the pipe", "in the pipe"])
+def test_a_start_that_is_cancelled_leaves_no_command(moment, monkeypatch):
+    """Either the loop has the pipe already, or not: the keeper ends, and the pipe is closed."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def noted(*words, **named):
+        started.append(real(*words, **named))
+        return started[-1]
+
+    async def run():
+        monkeypatch.setattr(subprocess, "Popen", noted)
+        loop = asyncio.get_running_loop()
+        if moment == "before the pipe":
+
+            async def never(*_):
+                await asyncio.sleep(3600)
+
+            monkeypatch.setattr(loop, "connect_read_pipe", never)
+        task = asyncio.ensure_future(COMMANDS.start(["sleep", "600"], {"PATH": "/usr/bin:/bin"}))
+        await asyncio.sleep(0)
+        assert started and not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    (keeper,) = started
+    assert keeper.stdout is not None and keeper.stdout.closed
+    assert keeper.wait(60) and not COMMANDS.running

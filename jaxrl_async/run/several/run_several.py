@@ -22,6 +22,7 @@ from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run.assemble import Claim, Parts
 from jaxrl_async.run.builders.devices import Lock
+from jaxrl_async.run.exits import exits_refused
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.several.assemble_several import assemble_several, folders
@@ -71,7 +72,8 @@ def run_all(runs: Mapping[str, Parts], stop: Stop, turn: Lock) -> dict[str, Base
 
     def run(name: str, parts: Parts) -> None:
         try:
-            run_threads(parts, stop)
+            with exits_refused():
+                run_threads(parts, stop)
             if not stop.preempted:
                 with turn:
                     parts.save_policy()
