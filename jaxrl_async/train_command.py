@@ -44,12 +44,11 @@ RESUME = ("run.resume=true", "run.overwrite=false")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     with ExitStack() as told:
-        told.enter_context(guarded_output())
         return _run(argv, told)
 
 
 def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
-    """Run the command line; told: ends the form of the log that the configuration asks for."""
+    """Run the command line; told: ends the guard of stdout and stderr, and the form of the log."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         return _help([word for word in args if word not in ("--help", "-h")])
@@ -78,6 +77,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
             )
             print(dump(whole), end="")
             return 0
+        told.enter_context(guarded_output())
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
         told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)
