@@ -38,6 +38,10 @@ LEFT_S = 5.0
 REAP_S = 5.0
 """Longest wait at a loop's end for tasks that were cancelled, seconds."""
 
+CANCEL_AGAIN_S = 5.0
+"""Time after which a task that has not ended is cancelled again, seconds: what ends in order, as a
+program that is killed, has this long."""
+
 log = logging.getLogger(__name__)
 
 
@@ -362,13 +366,45 @@ def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
 
 
 async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Return all results in order, or raise the first exception and cancel the others."""
-    failed: Exception | None = None
+    """Return all results in order, or raise the first exception and cancel the others.
+
+    Not by asyncio.TaskGroup: that of Python 3.11 loses a cancellation which arrives while one of
+    its tasks fails.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    failed: list[BaseException] = []
+
+    def note(task: "asyncio.Task[T]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed.append(error)
+
+    for task in tasks:
+        task.add_done_callback(note)
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as errors:
-        failed = errors.exceptions[0]
-    if failed is not None:
-        raise failed
-    return [task.result() for task in tasks]
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if failed:
+            raise failed[0]
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_tasks(tasks: Iterable["asyncio.Task[Any]"], again_s: float = CANCEL_AGAIN_S) -> None:
+    """Cancel tasks until each of them has ended, again every `again_s` seconds: one may have taken
+    its cancellation for something else.
+
+    Raises CancelledError at the end if this call is cancelled meanwhile.
+    """
+    tasks, cancelled = list(tasks), None
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        try:
+            await asyncio.wait(left, timeout=again_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -36,7 +36,7 @@ from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
-from jaxrl_async.tasks.usercode import Threads, run_async
+from jaxrl_async.tasks.usercode import Threads, end_tasks, run_async, side_by_side
 from jaxrl_async.types import Prompt
 
 URL = "http://x.example/v1"
@@ -325,6 +325,75 @@ def test_an_outage_puts_off_the_time_limits_round_it_on_other_loops_too():
 
     with pytest.raises(TimeoutError):
         asyncio.run(late())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_run_that_ends_in_the_moment_in_which_calls_fail_ends(turns):
+    """Before, a cancellation between the failure of a task and the end of its group was lost."""
+
+    async def go():
+        outages = QuickOutages(known=True)
+        answers = asyncio.get_running_loop().create_future()
+
+        async def call():
+            await answers
+            raise ConnectionError("gone")
+
+        def attempt():
+            return side_by_side([call(), call()])
+
+        waiting = asyncio.ensure_future(outages.until_answered("the reward", attempt))
+        await asyncio.sleep(0.01)
+        answers.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=5)
+        return waiting.cancelled()
+
+    assert asyncio.run(go())
+
+
+def test_what_runs_side_by_side_leaves_no_count_of_cancellations():
+    async def fails(error):
+        raise error
+
+    async def go():
+        with pytest.raises(KeyError):
+            await side_by_side([asyncio.sleep(9), fails(KeyError()), fails(ValueError())])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(9)
+        assert await side_by_side([]) == []
+        assert await side_by_side([asyncio.sleep(0.01, 1), asyncio.sleep(0, 2)]) == [1, 2]
+        return asyncio.current_task().cancelling()
+
+    assert asyncio.run(go()) == 0
+
+
+def test_rollouts_whose_tasks_lose_a_cancellation_are_cancelled_again(monkeypatch):
+    monkeypatch.setattr(end_tasks, "__defaults__", (0.05,))
+    lost = []
+
+    class Deaf:
+        def __init__(self, prompt):
+            pass
+
+        async def step(self, prompt, completion):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                lost.append(1)
+            await asyncio.sleep(60)
+
+    async def go():
+        run = asyncio.ensure_future(make_loop(ScriptedGate(2), make_env=Deaf).run())
+        await asyncio.sleep(0.1)
+        run.cancel()
+        await asyncio.wait([run], timeout=5)
+        return run.cancelled()
+
+    assert asyncio.run(go()) and lost
 
 
 # ---- who makes calls
