@@ -10,7 +10,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -47,6 +47,17 @@ NEVER = frozenset(
     ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "SSLCertVerificationError")
 )
 """Names of classes below those above that say that the call is wrong."""
+UNKNOWN_HOST = frozenset(("gaierror", "NameResolutionError", "ClientConnectorDNSError"))
+"""Names of classes that say that no host has this name."""
+IN_VAIN = frozenset(("TimeoutError", "Timeout", "TimeoutException", "TimeoutExpired"))
+"""Names of classes, or of their bases, after which the call may have been made nevertheless."""
+REFUSED = frozenset(
+    (
+        *("ConnectionRefusedError", "ConnectError", "NewConnectionError"),
+        *("ClientConnectorError", "EndpointConnectionError", "RateLimitError"),
+    )
+)
+"""Names of classes that say that nothing was sent, or that it was refused."""
 GRPC_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED")
 MCP_NAMES = ("MCPError", "McpError")
 MCP_CLOSED = -32000
@@ -81,6 +92,38 @@ def away_in(error: BaseException | None) -> BaseException | None:
             return error if says else None
         error = error.__cause__
     return None
+
+
+def not_begun_in(error: BaseException | None) -> BaseException | None:
+    """Return the exception which says that a service is away and did not begin this call, so that
+    it is safe to make it again whatever it does: a refused connection, 429, 503, a
+    `ConnectionError` or `Away` that a function raises itself. None: it says something else, as a
+    time-out does and a name that no host has."""
+    away = away_in(error)
+    chain = list(_led_to(error))
+    names = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    if away is None or names & UNKNOWN_HOST or names & IN_VAIN:
+        return None
+    statuses = [status for one in chain if (status := _status_of(one)) is not None]
+    if statuses:
+        return away if statuses[0] in (429, 503) else None
+    said = type(away) in (ConnectionError, Away)
+    return away if said or names & REFUSED else None
+
+
+def _led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what led to it: causes, contexts, and what HTTP clients keep in
+    `reason` and in their arguments."""
+    left, seen = [error], set[int]()
+    while left and len(seen) < 4 * CAUSES:
+        one = left.pop(0)
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        left += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+        left += [one.__dict__.get("reason"), *(a for a in one.args if isinstance(a, BaseException))]
+        left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
 def says_away(text: str) -> bool:

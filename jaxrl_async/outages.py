@@ -6,7 +6,8 @@ rewards are made again for as long as an outage lasts.
                  └──> CALL_S are over: this call fails, and another one asks in its place
 
 A service is known by what it is called in messages. One that has not answered once since the run
-began is waited for only for a moment: its address is wrong, or it was never started.
+began is waited for only for a moment, or for faults.outage_s where it is set: its address is wrong,
+or it was never started.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ T = TypeVar("T")
 ENVIRONMENT = "the environment"
 """What Outages calls the counterpart of the policy: an environment, a game or a program."""
 FIRST_S = 30.0
-"""How long a service is waited for that has never answered in this run, seconds."""
+"""How long a service is waited for that has never answered in this run, where faults.outage_s is
+not set, seconds."""
 TRIES = 5
 """Times that a call is made again at least, though others are answered meanwhile."""
 CALL_S = 1200.0
@@ -60,6 +62,7 @@ class _Outage:
     error: str = ""  # the newest one
     wait_s: float = 0.0  # the newest one
     told: bool = False  # it was reported
+    over: bool = False  # another call was answered, and calls that failed wait on
 
 
 class Outages:
@@ -80,8 +83,8 @@ class Outages:
         """Know of none.
 
         Args:
-            longest_s: how long a service that has answered before is waited for, seconds; None:
-                for ever.
+            longest_s: how long a service is waited for, seconds; None: for ever, and FIRST_S if it
+                has never answered.
             backoff_first_s: the first wait, seconds; each is twice the last, 60 s at most.
             known: all services have answered before, as in a run that is resumed.
             count: called with the name of each fault (metrics/fault_counts.py).
@@ -124,12 +127,14 @@ class Outages:
             who: the service, for people, such as "the environment (reset)".
             attempt: makes the call. What it raises that is no outage is raised immediately.
             tries: after so many further attempts the call is given up if the service has answered
-                another call meanwhile: then this call alone is at fault.
+                another call meanwhile: then this call alone is at fault. An optional one is given
+                up in any case.
             about: the prompt that the call is about; None: it is about another one than all others.
             patience_s: longest time from the first failure on, seconds, after which the call is
                 given up.
             optional: what is asked for may be at fault, as where the policy chooses an address:
-                a service that has never answered is not taken to be missing.
+                a service that has never answered is not taken to be missing, and no wait is begun
+                that ends after patience_s.
 
         Raises OutageTooLong if the service has been away for longer than the run waits, and
         GivenUp if this call was made again for long enough.
@@ -152,14 +157,19 @@ class Outages:
                     elif failures == 1:
                         sure_s = now_s
                     if failures >= tries and (
-                        self._is_well(who, sure_s, optional)
+                        optional
+                        or self._is_well(who, sure_s)
                         or (self._is_alone(who) and self._is_well(who, first_s))
-                        or (self._is_alone(who) and now_s - first_s >= ALONE_S)
+                        or (
+                            self._exists(who) and self._is_alone(who) and now_s - first_s >= ALONE_S
+                        )
                     ):
                         raise GivenUp(_words(error)) from error
-                    if now_s - first_s >= patience_s:
-                        raise GivenUp(_words(error)) from error
                     wait_s = self._wait_s(failures, away)
+                    if optional and now_s + wait_s - first_s > patience_s:
+                        raise GivenUp(_words(error)) from error
+                    if now_s - first_s >= patience_s and self._exists(who):
+                        raise GivenUp(_words(error)) from error
                     self._note_away(
                         who,
                         away,
@@ -181,16 +191,18 @@ class Outages:
                 self._note_over(who, about)
 
     def answered(self, who: str) -> None:
-        """Note that a service has answered just now."""
+        """Note that a service has answered just now: it is there. Calls of it that wait, as
+        Retry-After asked them to, are still waited for."""
         now_s = self._clock()
         with self._lock:
             self._answered[who] = now_s
             self._unanswered.pop(who, None)
-            outage = self._away.pop(who, None)
-            if outage is None:
+            outage = self._away.get(who)
+            if outage is None or outage.over:
                 return
+            told, outage.told, outage.over = outage.told, False, True
             self._end_of_all(now_s)
-        if outage.told:
+        if told:
             log.warning("%s is back after %s", who, spoken(now_s - outage.since_s))
 
     def knows(self, who: str) -> None:
@@ -201,16 +213,17 @@ class Outages:
 
     @property
     def away(self) -> bool:
-        """Whether a call waits for a service that is away."""
+        """Whether a call waits that a service did not answer."""
         return bool(self._away)
 
     def total_s(self) -> float:
         """Return the seconds in which a service was away since the start."""
         with self._lock:
-            return self._total_s + (self._clock() - self._began_s if self._away else 0.0)
+            return self._total_s + (self._clock() - self._began_s if self._any_away() else 0.0)
 
     def reports(self) -> list[str]:
-        """Return a line for each service that is away, unless it had one within a minute."""
+        """Return a line for each service that is away, or for which calls wait, unless it had one
+        within a minute."""
         with self._lock:
             lines = [self._report(who, self._clock()) for who in self._away]
         return [line for line in lines if line is not None]
@@ -228,10 +241,17 @@ class Outages:
             end = f"each is given up after {spoken(outage.given_up_s)}"
         elif longest_s is not None:
             end = f"the run ends if that takes {spoken(longest_s)}"
+        calls, wait_s = self._calls[who].total(), spoken(max(outage.wait_s, 1.0))
+        if outage.over:
+            return (
+                f"{who} answers again, and calls that it refused since {since} wait: {calls}, the "
+                f"newest for {wait_s} ({outage.error})"
+            )
+        for_s = now_s - outage.since_s
+        so_far = f" ({spoken(for_s)})" if for_s >= 1 else ""
         return (
-            f"{who} has been away since {since} ({spoken(now_s - outage.since_s)}): "
-            f"{outage.error}. Calls that wait: {self._calls[who].total()}, each made again every "
-            f"{spoken(outage.wait_s)}; {end}"
+            f"{who} has been away since {since}{so_far}: {outage.error}. Calls that wait: {calls}, "
+            f"each made again every {wait_s}; {end}"
         )
 
     # ---- the state
@@ -240,11 +260,13 @@ class Outages:
         wait_s = backoff_s(self._first_s, failures) * (1 + CHANCE * (2 * self._chance() - 1))
         return max(wait_s, asked_wait_s(away) or 0.0)
 
-    def _is_well(self, who: str, since_s: float, optional: bool = False) -> bool:
-        """Return whether a service has answered another call since then; an optional one also if
-        it has never answered."""
-        answered_s = self._answered.get(who)
-        return optional if answered_s is None else answered_s > since_s
+    def _exists(self, who: str) -> bool:
+        """Return whether a service has answered in this run, or in the one that it resumes."""
+        return self._known or who in self._answered
+
+    def _is_well(self, who: str, since_s: float) -> bool:
+        """Return whether a service has answered another call since then."""
+        return self._answered.get(who, -math.inf) > since_s
 
     def _is_alone(self, who: str) -> bool:
         """Return whether all calls that wait for a service are about one prompt."""
@@ -263,10 +285,10 @@ class Outages:
         with self._lock:
             if about is not None:
                 self._calls[who][about] += 1
-            if not self._away:
-                self._began_s = now_s
             outage = self._away.get(who)
-            if outage is None:
+            if outage is None or outage.over:
+                if not self._any_away():
+                    self._began_s = now_s
                 since_s, since = self._unanswered.setdefault(who, (now_s, self._wall()))
                 outage = _Outage(since_s=since_s, since=since, given_up_s=given_up_s)
                 self._away[who] = outage
@@ -282,20 +304,26 @@ class Outages:
             calls[about] -= 1
             if not calls[about]:
                 del calls[about]
-            if not calls and self._away.pop(who, None) is not None:
+            if calls:
+                return
+            outage = self._away.pop(who, None)
+            if outage is not None and not outage.over:
                 self._end_of_all(self._clock())
 
+    def _any_away(self) -> bool:
+        return any(not outage.over for outage in self._away.values())
+
     def _end_of_all(self, now_s: float) -> None:
-        if not self._away:
+        if not self._any_away():
             self._total_s += now_s - self._began_s
 
     def _most_s(self, who: str, outage: _Outage) -> float | None:
         """Return how long a service is waited for, seconds; None: for ever."""
         if outage.given_up_s is not None:
             return None
-        if self._known or who in self._answered:
+        if self._exists(who):
             return self._longest_s
-        return FIRST_S if self._longest_s is None else min(FIRST_S, self._longest_s)
+        return FIRST_S if self._longest_s is None else self._longest_s
 
     def _raise_if_too_long(self, who: str, away: BaseException) -> None:
         outage = self._away.get(who)
@@ -305,13 +333,13 @@ class Outages:
         for_s = self._clock() - outage.since_s
         if for_s < most_s:
             return
-        known = self._known or who in self._answered
         why = (
             f"faults.outage_s ({most_s:g}) ends the run. Everything is saved: --resume continues "
             "once it is there"
-            if known
+            if self._exists(who)
             else "it has not answered once since the run began. See whether it runs and whether "
-            "its address is right"
+            "its address is right; faults.outage_s waits for longer, as for a server that loads "
+            "its model"
         )
         raise OutageTooLong(
             f"{who} has been away for {spoken(for_s)} ({outage.error}): {why}."
@@ -327,8 +355,10 @@ def _words(error: BaseException) -> str:
 
 def spoken(seconds: float) -> str:
     """Return a duration for people: 1.5 s, 12 min, 3.4 h."""
+    if seconds < 1:
+        return "less than 1 s"
     if seconds < 120:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

@@ -43,8 +43,9 @@ from jaxrl_async.staleness import (
 )
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
-HOPELESS = 10
-"""As many steps' worth of groups without a signal, in a row, end the run by default."""
+HOPELESS_STEPS, HOPELESS_GROUPS = 10, 128
+"""As many steps' worth of groups without a signal in a row, and so many at least, end the run by
+default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,14 @@ class BufferSettings:
     reuse: int = 1  # steps that may train on one group
     rank: Rank = strict  # which of the groups that may be drawn come first
     has_signal: Callable[[EpisodeGroup], bool] = lambda group: True  # others are dropped when put
-    # groups without a signal in one step that end the run; None: HOPELESS steps' worth without one
-    # that is kept; 0: no limit
+    # groups without a signal in one step that end the run; None: `hopeless` in a row; 0: no limit
     max_resampled: int | None = None
     wants_pairs: bool = False  # no signal is also: no pair
+
+    @property
+    def hopeless(self) -> int:
+        """Groups without a signal in a row that end the run by default."""
+        return max(HOPELESS_STEPS * self.groups_per_step, HOPELESS_GROUPS)
 
     @property
     def waits(self) -> bool:
@@ -439,10 +444,11 @@ class ReplayBuffer:
 
     def _raise_if_hopeless(self) -> None:
         settings, tally = self._settings, self._contents.tally
-        wanted, most = settings.groups_per_step, settings.max_resampled
-        if most is None and tally.barren >= HOPELESS * wanted:
-            since = f"{tally.barren} groups in a row, {HOPELESS} steps' worth,"
-            limit = "Set algorithm.max_resampled to wait for longer"
+        most = settings.max_resampled
+        if most is None and tally.barren >= settings.hopeless:
+            steps = tally.barren // settings.groups_per_step
+            since = f"{tally.barren} groups in a row, {steps} steps' worth,"
+            limit = "Set algorithm.max_resampled to wait for longer (0: for ever)"
         elif most and tally.resampled > most:
             since = f"{tally.resampled} groups since the last step"
             limit = f"Raise algorithm.max_resampled ({most}) to wait for longer"

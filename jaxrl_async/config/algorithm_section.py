@@ -40,7 +40,8 @@ class AlgorithmSection(Section):
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative | None = None
     """Most groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
-    before the run ends; null: ten steps' worth without one that is kept; 0: no limit."""
+    before the run ends; null: ten steps' worth and at least 128 groups, without one that is kept;
+    0: no limit."""
     signal_part: str | None = None
     """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
     reward."""

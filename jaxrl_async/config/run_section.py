@@ -65,9 +65,10 @@ class FaultsSection(Section):
     after each, the next ones wait for backoff_s, doubled with each further one. Outages do not
     count."""
     outage_s: float | None = Field(None, gt=0)
-    """Longest outage of a service that has answered before (environment, tool, judge, reward),
-    seconds: connections that break, time-outs of its client, HTTP 429 and 5xx. Until then its calls
-    are made again and the run waits, which is reported each minute; null: for ever."""
+    """Longest outage of a service (environment, judge, reward), seconds: connections that break,
+    time-outs of its client, HTTP 429 and 5xx. Until then its calls are made again and the run
+    waits, which is reported each minute; null: for ever, and 30 s for one that has never
+    answered. Set it where a judge's server begins together with the run and loads its model."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
     that hangs, seconds; 0: never. Outages, calls within their own time limits and the time of

@@ -168,14 +168,16 @@ class Console:
             finally:
                 self.with_caller = False
 
-    def notice(self, text: str) -> None:
-        """Show that the run waits for something. Any thread may call this."""
+    def notice(self, text: str) -> bool:
+        """Show that the run waits for something; return whether it was printed as a line, and not
+        on a display. Any thread may call this."""
         if self._live is not None:
             self._progress = replace(self._progress, phase="waiting", detail=text)
             self._show()
-            return
+            return False
         since = duration(self._clock() - self._start)
         print(f"{self._name}[{since}] waiting: {text}", file=self._stream, flush=True)
+        return True
 
     def summary(self, lines: Iterable[str]) -> None:
         """End the display and print the closing lines, skipping empty ones."""

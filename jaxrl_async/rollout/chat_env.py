@@ -40,7 +40,14 @@ from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
-from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, told
+from jaxrl_async.tasks.usercode import (
+    CallOutcome,
+    DaemonThreads,
+    Threads,
+    TooLate,
+    run_async,
+    told,
+)
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,8 @@ T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
 ASIDE_CHARS = 2**16
 """Longer messages, characters, are tokenized in a thread, not on the episodes' event loop."""
+ASIDE_THREADS = DaemonThreads(4)
+"""Where they are tokenized: a few at a time, as each keeps a core busy or Python's lock."""
 TELL_EACH = 100
 """Every which cut reply is logged."""
 KEPT_OPENINGS = 256
@@ -142,7 +151,7 @@ class ChatEnvs:
         """Do the work that makes messages tokens; of long ones in a thread."""
         if chars_of(messages) <= ASIDE_CHARS:
             return work()
-        return await asyncio.to_thread(work)
+        return await aside(work)
 
     async def said(self, given: Said, method: str) -> list[Message]:
         """Return what an environment's method gave as messages; those that cannot fit are cut,
@@ -152,7 +161,7 @@ class ChatEnvs:
         most, left = limits.most_chars, min(limits.tools.result_chars, limits.most_chars)
         if ASIDE_CHARS < chars_of(said) <= most:
             long = long_texts(said, ASIDE_CHARS)
-            if await asyncio.to_thread(lambda: any(map(limits.cannot_fit, long))):
+            if await aside(lambda: any(map(limits.cannot_fit, long))):
                 most = left
         kept, cut = fitted(said, most, left)
         if cut:
@@ -227,6 +236,11 @@ class ChatEnvs:
         except GivenUp:
             assert outcome.error is not None, "it was away"
             return CallOutcome(error=GivenUp(told(outcome.error)))
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """Do work on long texts off the episodes' event loop, with few others at a time."""
+    return await asyncio.get_running_loop().run_in_executor(ASIDE_THREADS, work)
 
 
 class PlainEnvironment(Environment):

@@ -50,6 +50,7 @@ from jaxrl_async.rollout.episode import (
 )
 from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
 from jaxrl_async.rollout.quota import Quota
+from jaxrl_async.tasks.usercode import end_tasks
 from jaxrl_async.types import (
     CancelledGroup,
     Drop,
@@ -239,18 +240,19 @@ class RolloutLoop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running.add(tasks.create_task(self._cancel_old_groups()))
-                burst = self._begin(self._restored) if self._restored else []
-                self._note_restarts(burst)
-                while burst or (burst := await self._next_burst()):
-                    for group in burst:
-                        task = tasks.create_task(self._play(group))
-                        self._tasks[group.ticket.group] = task
-                        running.add(task)
-                        task.add_done_callback(running.discard)
-                        task.add_done_callback(partial(_cancel, group))
-                    burst = []
-                for task in running:
-                    task.cancel()
+                try:
+                    burst = self._begin(self._restored) if self._restored else []
+                    self._note_restarts(burst)
+                    while burst or (burst := await self._next_burst()):
+                        for group in burst:
+                            task = tasks.create_task(self._play(group))
+                            self._tasks[group.ticket.group] = task
+                            running.add(task)
+                            task.add_done_callback(running.discard)
+                            task.add_done_callback(partial(_cancel, group))
+                        burst = []
+                finally:
+                    await end_tasks(running)
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:

@@ -21,7 +21,7 @@ class Notices:
         self,
         outages: Outages,
         buffer: Callable[[], BufferStats],
-        show: Callable[[str], None],
+        show: Callable[[str], bool | None],
         *,
         groups_per_step: int,
     ) -> None:
@@ -31,7 +31,8 @@ class Notices:
             outages: each is reported immediately, and then once a minute.
             buffer: reads the buffer's counters; each step's worth of groups that are dropped in a
                 row, as they have no signal, is reported.
-            show: shows a line on the console.
+            show: shows a line on the console; true if it printed it, so that the log needs no
+                warning, which the same terminal would show again.
             groups_per_step: a step's worth of groups.
         """
         self._outages, self._buffer, self._show = outages, buffer, show
@@ -62,5 +63,5 @@ class Notices:
         self._told_steps = steps
 
     def _say(self, line: str) -> None:
-        log.warning("%s", line)
-        self._show(line)
+        printed = self._show(line)
+        log.log(logging.INFO if printed else logging.WARNING, "%s", line)

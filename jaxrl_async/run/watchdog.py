@@ -6,7 +6,8 @@
 A part that waits for another is not to blame: the search begins at the trainer and follows what
 each part waits for. A run is stopped with an error that names the part if nothing moves (tokens,
 requests, groups, weights, compiled programs), or if tokens are drawn and none of the groups is
-accepted: FLOOD steps' worth of them were dropped or failed. Time of an outage that is reported, and
+accepted: FLOOD steps' worth of them were dropped or failed, those without a signal left out, which
+have a limit of their own (algorithm.max_resampled). Time of an outage that is reported, and
 time in the caller's hands, does not count; a call within its own time limit is no stall.
 
 The watchdog is a thread of Python's, which stands still with all others while one of them keeps
@@ -56,7 +57,7 @@ class Reading:
     requests: int = 0  # given to the samplers and not answered
     living: int = 1  # samplers at work
     accepted: int = 0  # groups trained on, or ready to be
-    rejected: int = 0  # groups dropped, failed or cancelled since the start
+    rejected: int = 0  # groups dropped but those without a signal, failed or cancelled
     groups_per_step: int = 1
     compiled: int = 0  # programs, in this process
     with_caller: bool = False  # the caller's own on_step is under way

@@ -23,6 +23,7 @@ from jaxrl_async.errors import (
     ConfigError,
     EndpointMisset,
     GivenUp,
+    OutageTooLong,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -230,6 +231,7 @@ def try_once(
     Raises:
         ConfigError: The scorer raised, timed out or returned something other than a reward. The
             message begins with `setting`.
+        OutageTooLong, GivenUp: Its service did not answer; the message begins alike.
     """
     answer = encode(prompt.reference)
     answer = answer if len(answer) else prompt.token_ids[-1:]
@@ -249,6 +251,8 @@ def try_once(
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
             (tried,) = thread.submit(asyncio.run, score()).result()
+    except (OutageTooLong, GivenUp) as error:  # nothing may be wrong with the settings
+        raise type(error)(f"{setting}, tried on the first held-out prompt: {error}") from error
     except RolloutError as error:
         raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error
     if prompt.reference.strip() and tried.parts.get(CORRECT, 1.0) < 1.0:

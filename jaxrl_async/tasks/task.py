@@ -18,7 +18,10 @@ from jaxrl_async.types import Message
 Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""
 Tool = Callable[..., Any]
-"""A Python function with type hints and a docstring; it may be async."""
+"""A Python function with type hints and a docstring; it may be async. What it raises is told to the
+policy as text. It is called again, twice and within 20 s, only where its service did not take the
+call: after a refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself;
+never after a time-out or a connection that broke, as it may have acted by then."""
 QUESTIONS = ("prompt", "question")
 """Columns that hold the question, the first that is there, where a record has no messages."""
 

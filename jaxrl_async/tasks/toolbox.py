@@ -3,8 +3,9 @@
     assistant's message ──tool_calls──> arguments, checked ──> function ──> message of the role tool
 
 Whatever goes wrong with a call is told to the policy as text and counted: an unknown tool, wrong
-arguments, an exception, a time-out. A tool whose service is away is called again: at most twice
-while it answers others (the policy may have chosen an address that is none), else for OUTAGE_S.
+arguments, an exception, a time-out. A tool whose service did not take the call (a refused
+connection, 429, 503) is called again, TRIES times and for PATIENCE_S at most: the policy may have
+chosen the address. After a time-out or a connection that broke it is not: it may have acted.
 """
 
 import functools
@@ -19,7 +20,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from jaxrl_async.away import away_in
+from jaxrl_async.away import not_begun_in
 from jaxrl_async.errors import ConfigError, GivenUp, RolloutError
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.task import Tool
@@ -30,10 +31,9 @@ MOST_CALLS = 32
 """Tool calls of one message that are run; the others are told that they were not."""
 TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
 TRIES = 2
-"""Times that a tool is called again whose service is away, if it answers others or never did."""
-OUTAGE_S = 600.0
-"""Longest time for which a call is made again while a tool answers no call, seconds; the policy is
-then told."""
+"""Times that a tool is called again whose service did not take the call."""
+PATIENCE_S = 20.0
+"""Longest time for that, from the first call's end on, seconds."""
 ERROR_CHARS = 300
 """Longest text about what went wrong with a call, characters."""
 log = logging.getLogger(__name__)
@@ -140,20 +140,20 @@ class Toolbox:
         return self._cut(outcome.value)
 
     async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
-        """Call a tool, again while its service is away."""
+        """Call a tool, a few times again if its service did not take the call."""
 
         outcome = CallOutcome()
 
         async def unless_away() -> CallOutcome:
             nonlocal outcome
             outcome = await self._called(work)
-            if outcome.error is not None and away_in(outcome.error) is not None:
+            if outcome.error is not None and not_begun_in(outcome.error) is not None:
                 raise outcome.error
             return outcome
 
         try:
             return await self._outages.until_answered(
-                f"the tool {name}", unless_away, tries=TRIES, patience_s=OUTAGE_S, optional=True
+                f"the tool {name}", unless_away, tries=TRIES, patience_s=PATIENCE_S, optional=True
             )
         except GivenUp:
             return outcome

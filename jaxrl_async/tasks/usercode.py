@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future as ThreadFuture
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,10 +33,16 @@ SHOWN_FRAMES = 12
 """Most calls of a traceback that are shown."""
 MAX_STUCK = 64
 """Most threads stuck in calls that never returned: a thread cannot be stopped."""
+LOOP_THREADS = 32
+"""Most threads of an event loop's asyncio.to_thread, as many as asyncio has on large machines."""
 LEFT_S = 5.0
 """When an async call that was cancelled counts as left behind, seconds."""
 REAP_S = 5.0
 """Longest wait at a loop's end for tasks that were cancelled, seconds."""
+
+CANCEL_AGAIN_S = 5.0
+"""Time after which a task that has not ended is cancelled again, seconds: what ends in order, as a
+program that is killed, has this long."""
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +157,12 @@ class Threads:
             self._give_up(call)
         return done.result()
 
+    def submit(self, work: Callable[[], T]) -> "ThreadFuture[T]":
+        """Run `work` on a thread; cancelling the future gives the call up, also while it runs."""
+        future: _Submitted[T] = _Submitted(self._give_up)
+        self._queue(future.call_of(work))
+        return future
+
     def _queue(self, call: _Call) -> None:
         with self._lock:
             if len(self.stuck) >= MAX_STUCK:
@@ -199,6 +211,31 @@ class Threads:
             self.stuck.add(call)
             self._serving -= 1
             self._hire()
+
+
+class _Submitted(ThreadFuture[T]):
+    """What a call will give; never RUNNING, so that it can be cancelled at any time."""
+
+    def __init__(self, give_up: Callable[[_Call], None]) -> None:
+        super().__init__()
+        self._give_up = give_up
+
+    def call_of(self, work: Callable[[], T]) -> _Call:
+        """Return the call that settles this future."""
+        self._call = _Call(work, self._settle)
+        return self._call
+
+    def cancel(self) -> bool:
+        """Give the call up."""
+        self._give_up(self._call)
+        return super().cancel()
+
+    def _settle(self, outcome: CallOutcome) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was cancelled just now
+            if outcome.error is not None:
+                self.set_exception(outcome.error)
+            else:
+                self.set_result(outcome.value)
 
 
 def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
@@ -320,23 +357,18 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What asyncio.to_thread uses on a loop for code of others: a thread for each call, for which
-    nothing waits, neither the end of the loop nor that of the process."""
+    """What asyncio.to_thread uses on a loop for code of others: a few threads with a queue, for
+    which nothing waits, neither the end of the loop nor that of the process. A call that is
+    cancelled while it runs keeps its thread, and another one takes its place."""
+
+    def __init__(self, most: int = LOOP_THREADS) -> None:
+        """most: threads at once, without those of calls that were cancelled."""
+        super().__init__(1)  # it starts no thread of its own
+        self._calls = Threads(most)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> "ThreadFuture[T]":
-        """Call a function on a thread of its own."""
-        future: ThreadFuture[T] = ThreadFuture()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(*args, **named))
-            except BaseException as error:  # every exception belongs to the call
-                future.set_exception(error)
-
-        threading.Thread(target=call, name="user-call", daemon=True).start()
-        return future
+        """Call a function on one of the threads. Raises RolloutError if MAX_STUCK are stuck."""
+        return self._calls.submit(functools.partial(function, *args, **named))
 
 
 def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
@@ -362,13 +394,45 @@ def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
 
 
 async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Return all results in order, or raise the first exception and cancel the others."""
-    failed: Exception | None = None
+    """Return all results in order, or raise the first exception and cancel the others.
+
+    Not by asyncio.TaskGroup: that of Python 3.11 loses a cancellation which arrives while one of
+    its tasks fails.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    failed: list[BaseException] = []
+
+    def note(task: "asyncio.Task[T]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed.append(error)
+
+    for task in tasks:
+        task.add_done_callback(note)
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as errors:
-        failed = errors.exceptions[0]
-    if failed is not None:
-        raise failed
-    return [task.result() for task in tasks]
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if failed:
+            raise failed[0]
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_tasks(tasks: Iterable["asyncio.Task[Any]"], again_s: float = CANCEL_AGAIN_S) -> None:
+    """Cancel tasks until each of them has ended, again every `again_s` seconds: one may have taken
+    its cancellation for something else.
+
+    Raises CancelledError at the end if this call is cancelled meanwhile.
+    """
+    tasks, cancelled = list(tasks), None
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        try:
+            await asyncio.wait(left, timeout=again_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

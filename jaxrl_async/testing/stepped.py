@@ -9,7 +9,7 @@ The test decides the order of events, so that it can play any interleaving, and 
 
 import asyncio
 import contextvars
-from asyncio import Future, Handle, Task
+from asyncio import Future, Handle, Task, TimerHandle
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +80,19 @@ class SteppedLoop(asyncio.AbstractEventLoop):
     ) -> Handle:
         """See asyncio; there is only one thread."""
         return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> TimerHandle:
+        """See asyncio; no time passes, so that it is never called."""
+        return TimerHandle(delay, callback, args, self, context)
+
+    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+        """See asyncio."""
 
     def create_future(self) -> Future[Any]:
         """See asyncio."""

@@ -1,6 +1,8 @@
 """Runs that would draw for ever: groups without a signal, pairs that never come, callers that keep
 the run; and slow ones, which are no stall."""
 
+import asyncio
+import io
 import logging
 import time
 from dataclasses import replace
@@ -12,11 +14,11 @@ from rollout_rig import prompts
 
 import jaxrl_async as jr
 from jaxrl_async.buffer.contents import BufferStats
-from jaxrl_async.buffer.replay import HOPELESS, BufferSettings, ReplayBuffer
+from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import StalledError, TrainingError
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.run.builders.observers import within_limits
+from jaxrl_async.run.builders.observers import rejected, within_limits
 from jaxrl_async.run.builders.rollouts import buffer_settings
 from jaxrl_async.run.notices import Notices
 from jaxrl_async.run.watchdog import FLOOD, Reading, Watchdog
@@ -55,26 +57,38 @@ def fill(buffer, *rewards, groups):
     return fates
 
 
-def test_ten_steps_worth_of_groups_without_a_signal_end_a_run_by_default():
-    buffer = ReplayBuffer(BufferSettings(groups_per_step=2, max_staleness=0, has_signal=differs))
-    assert set(fill(buffer, 1.0, 1.0, groups=2 * HOPELESS - 2)) == {Drop.NO_SIGNAL}
+@pytest.mark.parametrize(
+    ("wanted", "groups", "steps"), [(1, 128, 128), (2, 128, 64), (16, 160, 10), (20, 200, 10)]
+)
+def test_ten_steps_worth_and_128_groups_without_a_signal_end_a_run_by_default(
+    wanted, groups, steps
+):
+    settings = BufferSettings(groups_per_step=wanted, max_staleness=0, has_signal=differs)
+    buffer = ReplayBuffer(settings)
+    short = (groups - 1) // wanted * wanted  # groups come in bursts of a step
+    assert set(fill(buffer, 1.0, 1.0, groups=short)) == {Drop.NO_SIGNAL}
     with pytest.raises(TimeoutError):
         buffer.draw(0, 0.01)
-    fill(buffer, 1.0, 1.0, groups=2)
-    with pytest.raises(TrainingError, match=r"20 groups in a row, 10 steps' worth.*are 1 to 1"):
+    fill(buffer, 1.0, 1.0, groups=wanted)
+    with pytest.raises(TrainingError, match=f" groups in a row, {steps} steps' worth.*are 1 to 1"):
         buffer.draw(0, 0.01)
+
+
+def test_groups_without_a_signal_are_left_to_their_own_limit():
+    """Before, max_resampled=0, "no limit", was one of ten steps' worth in faults.watchdog_s."""
+    assert rejected({"no_signal": 500, "stale": 3, "failed": 4}) == 7
 
 
 def test_one_group_with_a_signal_begins_the_count_anew():
     buffer = ReplayBuffer(BufferSettings(groups_per_step=2, max_staleness=0, has_signal=differs))
-    fill(buffer, 0.0, 0.0, groups=18)
+    fill(buffer, 0.0, 0.0, groups=126)
     (first, second) = buffer.admit()
     assert buffer.put(finished(first, 0.0, 1.0)) is None
     assert buffer.put(finished(second, 0.0, 0.0)) is Drop.NO_SIGNAL
-    fill(buffer, 0.0, 0.0, groups=18)
+    fill(buffer, 0.0, 0.0, groups=126)
     with pytest.raises(TimeoutError):
         buffer.draw(0, 0.01)
-    assert buffer.stats().barren == 19
+    assert buffer.stats().barren == 127
 
 
 def test_0_is_no_limit_and_the_default_of_the_settings_is_ten_steps_worth():
@@ -112,6 +126,35 @@ def test_each_steps_worth_of_dropped_groups_is_told_once_on_the_console_and_in_t
     assert [line.split()[0] for line in shown] == ["4", "8", "4"]
     assert all("no pair; the last rewards are 0 to 0" in line for line in shown)
     assert [r.getMessage() for r in caplog.records] == shown
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_what_the_run_waits_for_is_shown_once(live, caplog):
+    """Before, a plain console printed each line next to the log's warning."""
+    stream = io.StringIO()
+    console = Console(3, stream=stream, live=live)
+    outages = QuickOutages(known=True)
+
+    async def away():
+        raise ConnectionError("gone")
+
+    async def go():
+        waits = asyncio.ensure_future(outages.until_answered("the reward", away))
+        await asyncio.sleep(0)
+        counts = dict.fromkeys(
+            ("capacity", "active", "in_flight", "ready", "admitted", "trained"), 0
+        )
+        stats = BufferStats(**counts, dropped={})
+        Notices(outages, lambda: stats, console.notice, groups_per_step=4).look()
+        waits.cancel()
+
+    outages.reported = True
+    with caplog.at_level(logging.INFO):
+        asyncio.run(go())
+    console.close()
+    levels = [r.levelno for r in caplog.records if "has been away" in r.getMessage()]
+    assert levels == [logging.WARNING if live else logging.INFO]
+    assert live or stream.getvalue().count("waiting: the reward has been away since") == 1
 
 
 # ---- the watchdog
@@ -241,7 +284,7 @@ SMALL = {
 def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
     config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 2}}
     config["algorithm"] = {**SMALL["algorithm"], "dynamic_sampling": True}
-    with pytest.raises(TrainingError, match="10 steps' worth"):
+    with pytest.raises(TrainingError, match="steps' worth"):
         jr.train(reward=lambda completion: 1.0, config=config)
     assert "they teach nothing" in capsys.readouterr().out
 

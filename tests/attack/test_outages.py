@@ -31,12 +31,12 @@ from jaxrl_async.errors import (
     RolloutTimeout,
 )
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, time_limit
+from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, spoken, time_limit
 from jaxrl_async.ports import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
-from jaxrl_async.scorers.guard import GuardedScorer
+from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
-from jaxrl_async.tasks.usercode import Threads, run_async
+from jaxrl_async.tasks.usercode import Threads, end_tasks, run_async, side_by_side
 from jaxrl_async.types import Prompt
 
 URL = "http://x.example/v1"
@@ -327,6 +327,75 @@ def test_an_outage_puts_off_the_time_limits_round_it_on_other_loops_too():
         asyncio.run(late())
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_run_that_ends_in_the_moment_in_which_calls_fail_ends(turns):
+    """Before, a cancellation between the failure of a task and the end of its group was lost."""
+
+    async def go():
+        outages = QuickOutages(known=True)
+        answers = asyncio.get_running_loop().create_future()
+
+        async def call():
+            await answers
+            raise ConnectionError("gone")
+
+        def attempt():
+            return side_by_side([call(), call()])
+
+        waiting = asyncio.ensure_future(outages.until_answered("the reward", attempt))
+        await asyncio.sleep(0.01)
+        answers.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=5)
+        return waiting.cancelled()
+
+    assert asyncio.run(go())
+
+
+def test_what_runs_side_by_side_leaves_no_count_of_cancellations():
+    async def fails(error):
+        raise error
+
+    async def go():
+        with pytest.raises(KeyError):
+            await side_by_side([asyncio.sleep(9), fails(KeyError()), fails(ValueError())])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(9)
+        assert await side_by_side([]) == []
+        assert await side_by_side([asyncio.sleep(0.01, 1), asyncio.sleep(0, 2)]) == [1, 2]
+        return asyncio.current_task().cancelling()
+
+    assert asyncio.run(go()) == 0
+
+
+def test_rollouts_whose_tasks_lose_a_cancellation_are_cancelled_again(monkeypatch):
+    monkeypatch.setattr(end_tasks, "__defaults__", (0.05,))
+    lost = []
+
+    class Deaf:
+        def __init__(self, prompt):
+            pass
+
+        async def step(self, prompt, completion):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                lost.append(1)
+            await asyncio.sleep(60)
+
+    async def go():
+        run = asyncio.ensure_future(make_loop(ScriptedGate(2), make_env=Deaf).run())
+        await asyncio.sleep(0.1)
+        run.cancel()
+        await asyncio.wait([run], timeout=5)
+        return run.cancelled()
+
+    assert asyncio.run(go()) and lost
+
+
 # ---- who makes calls
 
 
@@ -435,33 +504,188 @@ def test_held_out_episodes_wait_as_those_for_training_do():
     assert result.num_prompts == 4 and result.mean_reward == 1.5
 
 
-def test_a_tool_is_called_again_and_the_policy_is_told_only_of_its_own_errors():
-    server = Server(2, 7)
+def fetch_of(server, bad):
+    """Return a tool whose addresses of `bad` raise its exception; others ask the server."""
 
-    def search(query: str) -> str:
-        """Search."""
-        if query == "bad":
-            raise ConnectionError("no such host")
+    def fetch(url: str) -> str:
+        """Fetch a page."""
+        if url.startswith("bad"):
+            raise bad
         server.ask()
-        return "found"
+        return "page"
 
-    def call(query):
-        function = {"name": "search", "arguments": {"query": query}}
-        return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    return fetch
 
-    async def go(*queries):
-        outages = QuickOutages()
-        box = Toolbox([search], Threads(4), ToolLimits(), outages=outages)
-        told = [(await box(call(query)))[0]["content"] for query in queries]
-        return told, outages
 
-    told, outages = asyncio.run(go("a", "b"))
-    assert told == ["found", "found"] and outages.counted["outage_retries"] == 7
-    told, outages = asyncio.run(go("bad"))  # it has never answered: the policy's own address
-    assert "ConnectionError: no such host" in told[0] and outages.waits == [1, 2]
-    server.asked, server.refuses = 0, 10**6
-    told, outages = asyncio.run(go("a", "b"))
-    assert "server away" in told[1] and ALONE_S <= outages.clock.now_s <= ALONE_S + 65
+def fetches(*urls, server=None, bad=None, outages=None, side_by_side=False):
+    """Return what the policy is told of each call, and the outages."""
+    outages = outages or QuickOutages()
+    tool = fetch_of(server or Server(0, 0), bad)
+
+    async def go():
+        box = Toolbox([tool], Threads(16), ToolLimits(), outages=outages)
+        asked = [{"function": {"name": "fetch", "arguments": {"url": url}}} for url in urls]
+        groups = [asked] if side_by_side else [[one] for one in asked]
+        return [
+            m["content"] for g in groups for m in await box({"role": "assistant", "tool_calls": g})
+        ]
+
+    return asyncio.run(go()), outages
+
+
+REFUSED = [
+    ConnectionRefusedError(errno.ECONNREFUSED, "x"),
+    ConnectionError("no server"),
+    Away("x", 1.0),
+    http_error(429),
+    http_error(503),
+    Status(status=503),
+    httpx2.ConnectError("x"),
+    urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "x")),
+    urllib.error.HTTPError(URL, 503, "x", Headers(), None),
+    caused(RuntimeError("x"), ConnectionRefusedError("x")),
+]
+NOT_TAKEN_BACK = [
+    socket.gaierror(socket.EAI_NONAME, "x"),
+    caused(httpx2.ConnectError("x"), socket.gaierror(socket.EAI_NONAME, "x")),
+    requests.ConnectionError(socket.gaierror(socket.EAI_AGAIN, "x")),
+    urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "x")),
+    TimeoutError(),
+    httpx2.ReadTimeout("x"),
+    httpx2.ConnectTimeout("x"),
+    requests.Timeout("x"),
+    ConnectionResetError(errno.ECONNRESET, "x"),
+    BrokenPipeError(errno.EPIPE, "x"),
+    httpx2.RemoteProtocolError("x"),
+    http_error(500),
+    http_error(504),
+    http_error(404),
+]
+
+
+@pytest.mark.parametrize("error", REFUSED, ids=repr)
+def test_a_tool_whose_service_did_not_take_the_call_is_called_twice_more(error):
+    (said,), outages = fetches("good", server=Server(1, 2, error))
+    assert said == "page" and outages.counted["outage_retries"] == 2
+    said, outages = fetches("good", "bad", bad=error)
+    assert said[0] == "page" and said[1].startswith(f"error: fetch: {type(error).__name__}")
+    assert outages.counted["outage_retries"] == 2 and outages.clock.now_s <= 20
+
+
+@pytest.mark.parametrize("error", NOT_TAKEN_BACK, ids=repr)
+def test_a_tool_that_may_have_acted_or_has_a_made_up_address_is_not_called_again(error):
+    (_, said), outages = fetches("good", "bad", bad=error)
+    assert said.startswith("error: fetch: ") and not outages.waits and not outages.counted
+
+
+def test_tools_with_bad_addresses_hold_no_turn_up_for_long():
+    """Before, one waited for 126 s, and eight at once for ten minutes."""
+    error = ConnectionRefusedError(errno.ECONNREFUSED, "x")
+    outages = QuickOutages()
+    fetches("good", bad=error, outages=outages)
+    fetches(*[f"bad{i}" for i in range(8)], bad=error, outages=outages, side_by_side=True)
+    assert outages.clock.now_s <= 40 and not outages.away
+    (said,), outages = fetches("bad", bad=http_error(429, **{"Retry-After": "3000"}))
+    assert "HTTPStatusError" in said and not outages.waits
+
+
+# ---- an outage that is over for some calls
+
+
+def test_calls_that_wait_as_they_were_asked_to_count_while_others_are_answered():
+    """Before, an outage was over with the first answer, and the watchdog blamed the scorer."""
+    naps = []
+
+    async def sleep(seconds):
+        naps.append(seconds)
+        await gate.wait()
+
+    gate = asyncio.Event()
+    outages = Outages(sleep=sleep, known=True)
+    outages.reported = True
+
+    async def go():
+        asked = failing(Away("429", 3000.0))
+        waits = asyncio.ensure_future(outages.until_answered("the reward", asked, about=1))
+        await asyncio.sleep(0)
+        first = outages.reports()
+        assert await outages.until_answered("the reward", failing(), about=2) == 5
+        outages._told_s.clear()  # a minute later
+        over, away, total_s = outages.reports(), outages.away, outages.total_s()
+        await asyncio.sleep(0.02)
+        assert outages.total_s() == total_s  # the service is there
+        gate.set()
+        assert await waits == 5 and not outages.away and not outages.reports()
+        return first, over, away
+
+    first, over, away = asyncio.run(go())
+    assert naps == [3000] and away and "has been away since" in first[0]
+    assert (
+        over[0].startswith("the reward answers again")
+        and "wait: 1, the newest for 50 min" in (over[0])
+    )
+
+
+def test_an_outage_that_begins_anew_while_a_call_waits_is_counted_from_there():
+    outages = QuickOutages(known=True, longest_s=100.0)
+    outages.reported = True
+    left = [ConnectionError("x")]
+
+    async def long_wait():
+        if left:
+            raise Away("429", left.pop() and 1000.0)
+        return 5
+
+    async def go():
+        waits = asyncio.ensure_future(outages.until_answered("x", long_wait, about=1))
+        await asyncio.sleep(0.005)
+        assert await outages.until_answered("x", failing(), about=2) == 5
+        outages.clock.advance(500.0)
+        assert await outages.until_answered("x", failing(ConnectionError("x")), about=3) == 5
+        waits.cancel()
+
+    asyncio.run(go())
+    assert outages.counted["outages"] == 2
+
+
+@pytest.mark.parametrize("longest_s", [3.0, 600.0, 3600.0])
+def test_the_end_that_is_set_holds_for_the_first_contact_too(longest_s):
+    """As of a judge's server that loads its model while the run begins."""
+    outages = QuickOutages(longest_s=longest_s)
+    with pytest.raises(OutageTooLong, match=r"not answered once.*faults\.outage_s waits for lon"):
+        asyncio.run(outages.until_answered("the judge", failing(*[ConnectionError("x")] * 99)))
+    assert longest_s <= outages.clock.now_s <= longest_s + 65
+
+
+def test_a_reward_that_is_away_at_the_start_is_no_error_of_the_configuration():
+    class Gone(PositionScorer):
+        async def __call__(self, episodes, prompt):
+            raise ConnectionError("refused")
+
+    scorer = GuardedScorer(Gone(), timeout_s=5, outages=QuickOutages())
+    prompt = Prompt(prompt_id=0, token_ids=np.ones(2, np.int32), text="", reference="", position=0)
+    with pytest.raises(OutageTooLong, match=r"reward\.function, tried.*not answered once"):
+        try_once(scorer, prompt, lambda text: np.zeros(0, np.int32), "reward.function")
+
+
+def test_durations_are_for_people():
+    seconds = [0.0, 0.0501, 0.762, 1.5, 9.04, 31.2, 119.6, 126.0, 12240.0]
+    assert [spoken(s) for s in seconds] == [
+        *["less than 1 s"] * 3,
+        *["1.5 s", "9 s", "31 s", "120 s", "2 min", "3.4 h"],
+    ]
+    outages = QuickOutages(known=True, backoff_first_s=0.762)
+    outages.reported, told = True, []
+
+    async def go():
+        attempt = failing(*[ConnectionError("y")] * 3)
+        waits = asyncio.ensure_future(outages.until_answered("x", attempt))
+        await asyncio.sleep(0)
+        told.extend(outages.reports())
+        waits.cancel()
+
+    asyncio.run(go())
+    assert "(0" not in told[0] and "each made again every 1 s;" in told[0]
 
 
 # ---- failures in a row

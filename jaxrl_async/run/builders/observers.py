@@ -17,6 +17,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Counters, Observer, PivotCounts, Utilisation, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.trainer.trainer import Trainer
+from jaxrl_async.types import Drop
 
 
 def make_observer(
@@ -112,6 +113,12 @@ def within_limits(config: Config, score_s: float, env_s: float, program_s: float
     )
 
 
+def rejected(dropped: Mapping[str, int]) -> int:
+    """Return the groups that count against a run which accepts none. Those without a signal do not:
+    algorithm.max_resampled is their limit."""
+    return sum(groups for why, groups in dropped.items() if why != Drop.NO_SIGNAL.value)
+
+
 def reading(
     config: Config,
     side: RolloutSide,
@@ -133,7 +140,7 @@ def reading(
         requests=router.num_waiting,
         living=router.living,
         accepted=of_buffer.trained + of_buffer.ready,
-        rejected=sum(of_buffer.dropped.values()),
+        rejected=rejected(of_buffer.dropped),
         groups_per_step=config.algorithm.groups_per_step,
         compiled=sum(compiled.values()),
         with_caller=console.with_caller,
