@@ -88,7 +88,6 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
         "refused_replies",
         "env_timeouts",
         "failed_groups",
-        "torn_transfers",
         "transfer_retries",
         "oom_retries",
     ):
