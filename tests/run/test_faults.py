@@ -61,8 +61,8 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
 
     lines = []
     with injected(
-        faults.sampler_dies(Hits(after=8)),
-        faults.sampler_hangs(Hits(after=8), index=1),
+        faults.sampler_dies(Hits(after=8), index=1),
+        faults.sampler_hangs(Hits(after=8)),  # not the last one, to which transfers fail
         faults.completions_are_nan(Hits(after=40)),
         faults.scorer_raises(Hits(after=3)),
         faults.scorer_hangs(Hits(after=6)),
@@ -88,6 +88,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
         "refused_replies",
         "env_timeouts",
         "failed_groups",
+        "torn_transfers",
         "transfer_retries",
         "oom_retries",
     ):
