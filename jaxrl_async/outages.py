@@ -65,6 +65,26 @@ class _Outage:
     over: bool = False  # another call was answered, and calls that failed wait on
 
 
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """A call that is made again in an outage; see `Outages.until_answered`."""
+
+    who: str
+    tries: int
+    patience_s: float
+    optional: bool
+    again: int = 0  # times that it was made again, or is about to be
+    first_s: float = 0.0  # when it failed first, by the clock
+    sure_s: float = math.inf  # when it failed for the second time
+
+    def note_failure(self, now_s: float) -> None:
+        """Remember when it failed first, and again."""
+        if not self.again:
+            self.first_s = now_s
+        elif self.again == 1:
+            self.sure_s = now_s
+
+
 class Outages:
     """The services of one run that are away. Any thread and any event loop."""
 
@@ -139,9 +159,8 @@ class Outages:
         Raises OutageTooLong if the service has been away for longer than the run waits, and
         GivenUp if this call was made again for long enough.
         """
-        failures, first_s, sure_s = 0, 0.0, math.inf
         about = object() if about is None else about
-        given_up_s = patience_s if optional else None
+        call = _Call(who=who, tries=tries, patience_s=patience_s, optional=optional)
         try:
             while True:
                 began_s = self._clock()
@@ -152,33 +171,19 @@ class Outages:
                     if away is None:
                         raise
                     now_s = self._clock()
-                    if not failures:
-                        first_s = now_s
-                    elif failures == 1:
-                        sure_s = now_s
-                    if failures >= tries and (
-                        optional
-                        or self._is_well(who, sure_s)
-                        or (self._is_alone(who) and self._is_well(who, first_s))
-                        or (
-                            self._exists(who) and self._is_alone(who) and now_s - first_s >= ALONE_S
-                        )
-                    ):
-                        raise GivenUp(_words(error)) from error
-                    wait_s = self._wait_s(failures, away)
-                    if optional and now_s + wait_s - first_s > patience_s:
-                        raise GivenUp(_words(error)) from error
-                    if now_s - first_s >= patience_s and self._exists(who):
+                    call.note_failure(now_s)
+                    wait_s = self._wait_s(call.again, away)
+                    if self._is_hopeless(call, now_s, wait_s):
                         raise GivenUp(_words(error)) from error
                     self._note_away(
                         who,
                         away,
                         now_s,
                         wait_s,
-                        about=None if failures else about,
-                        given_up_s=given_up_s,
+                        about=None if call.again else about,
+                        given_up_s=patience_s if optional else None,
                     )
-                    failures += 1
+                    call.again += 1
                     self._raise_if_too_long(who, away)
                 else:
                     self.answered(who)
@@ -187,7 +192,7 @@ class Outages:
                 put_off_limits(now_s - began_s + wait_s)
                 await self._sleep(wait_s)
         finally:
-            if failures:
+            if call.again:
                 self._note_over(who, about)
 
     def answered(self, who: str) -> None:
@@ -263,6 +268,20 @@ class Outages:
     def _exists(self, who: str) -> bool:
         """Return whether a service has answered in this run, or in the one that it resumes."""
         return self._known or who in self._answered
+
+    def _is_hopeless(self, call: _Call, now_s: float, wait_s: float) -> bool:
+        """Return whether a call that failed just now is given up. wait_s: until the next try."""
+        who, waited_s = call.who, now_s - call.first_s
+        if call.optional and (call.again >= call.tries or waited_s + wait_s > call.patience_s):
+            return True
+        if call.again >= call.tries:
+            if self._is_well(who, call.sure_s):
+                return True  # others were answered meanwhile
+            if self._is_alone(who) and (
+                self._is_well(who, call.first_s) or (self._exists(who) and waited_s >= ALONE_S)
+            ):
+                return True
+        return waited_s >= call.patience_s and self._exists(who)
 
     def _is_well(self, who: str, since_s: float) -> bool:
         """Return whether a service has answered another call since then."""
