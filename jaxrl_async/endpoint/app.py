@@ -205,10 +205,15 @@ class EndpointApp:
             raise CallRefused("no adapters are served here", status=404)
         return self._desk.adapters
 
+    def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
+        """Return who makes a call that samples; conversation: as Desk.caller takes it. Raises
+        CallRefused."""
+        voice = exchange.header(CONVERSATION)
+        return self._desk.caller(exchange.key, conversation, body.get("model"), voice=voice)
+
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, chat_call, body)
-        named = exchange.header(CONVERSATION)
-        caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
+        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "chatcmpl", next(self._numbers))
         streamed = StreamedChat(desk, caller, call, prompt, heading)
@@ -219,8 +224,7 @@ class EndpointApp:
 
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, messages_call, body)
-        named = exchange.header(CONVERSATION)
-        caller = desk.caller(exchange.key, named, body.get("model"), voice=named)
+        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "msg", next(self._numbers))
         streamed = StreamedMessage(desk, caller, call, prompt, heading)
@@ -233,10 +237,10 @@ class EndpointApp:
     async def _responses(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
-        conversation = named = exchange.header(CONVERSATION)
+        conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
             conversation = f"{PREFIX}{root}"  # else nothing is kept that a call could follow
-        caller = desk.caller(exchange.key, conversation, body.get("model"), voice=named)
+        caller = self._caller(exchange, body, conversation)
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
@@ -257,8 +261,7 @@ class EndpointApp:
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, text_call, body)
-        named = exchange.header(CONVERSATION)
-        caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
+        caller = self._caller(exchange, body)
         if isinstance(call.prompt, str):
             prompt = await desk.text_prompt(caller, call.prompt, is_long=exchange.is_long)
         else:
@@ -273,8 +276,7 @@ class EndpointApp:
 
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, token_call, body)
-        named = exchange.header(CONVERSATION)
-        caller = desk.caller(exchange.key, None, body.get("model"), voice=named)
+        caller = self._caller(exchange, body)
         prompt = np.array(call.token_ids, np.int32)
         async with desk.drawing(caller, prompt, call.wish, parts=False) as drawing:
             answers = await drawing.answers()

@@ -280,19 +280,23 @@ class Desk:
     def admitted(self) -> Iterator[None]:
         """Hold a place among the open calls. Raises CallRefused (429) if there is none."""
         if self._open >= self.limits.max_open_calls:
-            self.count(busy=1)
-            raise CallRefused(
-                f"{self._open} calls are open, and no more are taken; try again",
-                status=429,
-                code="rate_limit_exceeded",
-                retry_after_s=BUSY_S,
-            )
+            raise self._busy(f"{self._open} calls are open")
         self._open += 1
         self.count(calls=1)
         try:
             yield
         finally:
             self._open -= 1
+
+    def _busy(self, why: str) -> CallRefused:
+        """Count a call that has to come again, and return its refusal (429)."""
+        self.count(busy=1)
+        return CallRefused(
+            f"{why}, and no more are taken; try again",
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after_s=BUSY_S,
+        )
 
     def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> Heading:
         """Return what the beginning of an answer says. mark: between the two parts of its id."""
@@ -318,13 +322,7 @@ class Desk:
             mine += size
             self._held += size
             if mine > LONG_BODY and self._held > MOST_HELD:
-                self.count(busy=1)
-                raise CallRefused(
-                    f"{MOST_HELD >> 20} MiB of bodies are held, and no more are taken; try again",
-                    status=429,
-                    code="rate_limit_exceeded",
-                    retry_after_s=BUSY_S,
-                )
+                raise self._busy(f"{MOST_HELD >> 20} MiB of bodies are held")
 
         try:
             yield hold
