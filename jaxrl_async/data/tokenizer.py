@@ -278,11 +278,9 @@ class Tokenizer:
     def bytes_in_text(self) -> Callable[[int], bytes] | None:
         """A function of a token's id: the bytes that it adds to what decode returns. None: the
         tokenizer is not a byte-level one, and texts are more than the bytes of their tokens."""
-        backend = self.hf.backend_tokenizer
-        if not joins_bytes(backend):
+        if not joins_bytes(self.hf.backend_tokenizer):
             return None
-        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        silent = special.union(self.eos_ids)
+        silent = {*self.special_tokens, *self.eos_ids}
         return lambda token_id: b"" if token_id in silent else self.token_bytes(token_id)
 
     @cached_property

@@ -43,12 +43,11 @@ def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
     """Raise ConfigError if a process that listens at this host needs a secret and has none, or one
     that whoever sees a proof could guess."""
     if not is_strong(secret) and not loopback:
-        lacks = f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
         raise ConfigError(
             f"remote.listen={host} can be reached from other machines, and the shared secret "
-            f"{lacks}: set the environment variable {SECRET_VARIABLE} to the same long random "
-            "value here and for every sampler (for example the output of `openssl rand -hex 32`), "
-            "or listen on 127.0.0.1."
+            f"{_lack(secret)}: set the environment variable {SECRET_VARIABLE} to the same long "
+            "random value here and for every sampler (for example the output of `openssl rand "
+            "-hex 32`), or listen on 127.0.0.1."
         )
 
 
@@ -59,13 +58,12 @@ def check_dialled(secret: bytes, where: str, *, loopback: bool) -> None:
     where: the address, named in the error.
     """
     if not is_strong(secret) and not loopback:
-        lacks = f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
         raise ConfigError(
             f"--join {where}: a trainer on another machine is joined only with the secret that it "
-            f"shares, and the one here {lacks}. Set the environment variable {SECRET_VARIABLE} to "
-            "the trainer's value (there and here the same, for example the output of `openssl rand "
-            "-hex 32`). Of a trainer that listens on loopback on this machine give the run's "
-            "folder instead: its join.json holds the secret."
+            f"shares, and the one here {_lack(secret)}. Set the environment variable "
+            f"{SECRET_VARIABLE} to the trainer's value (there and here the same, for example the "
+            "output of `openssl rand -hex 32`). Of a trainer that listens on loopback on this "
+            "machine give the run's folder instead: its join.json holds the secret."
         )
 
 
@@ -163,3 +161,8 @@ def left_of(until_s: float) -> float:
     if left_s <= 0:
         raise JoinRefused("the other side did not prove the shared secret in time")
     return left_s
+
+
+def _lack(secret: bytes) -> str:
+    """Say what a secret lacks that is not strong."""
+    return f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"
