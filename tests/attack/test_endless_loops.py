@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from outage_clock import QuickOutages
 from rollout_rig import prompts
+from runs import SMALL_JOB
 
 import jaxrl_async as jr
 from jaxrl_async.buffer.contents import BufferStats
@@ -259,31 +260,11 @@ def test_the_console_says_whether_the_callers_function_is_under_way(capsys):
     assert "waiting: the judge has been away" in capsys.readouterr().out
 
 
-SMALL = {
-    "model": {
-        "architecture": {
-            "layers": 1,
-            "width": 32,
-            "heads": 2,
-            "kv_heads": 1,
-            "head_dim": 16,
-            "mlp": 32,
-        }
-    },
-    "data": {"addition": {"digits": 1, "eval_size": 8}},
-    "sampler": {"slots": 16, "max_length": 24, "max_new_tokens": 4},
-    "algorithm": {"group_size": 2, "groups_per_step": 4},
-    "eval": {"every": 0},
-    "metrics": {"tensorboard": False},
-    "staleness": {"max_staleness": 0},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
-    config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 2}}
-    config["algorithm"] = {**SMALL["algorithm"], "dynamic_sampling": True}
+    config = {**SMALL_JOB, "run": {"dir": str(tmp_path), "steps": 2}}
+    config["algorithm"] = {**SMALL_JOB["algorithm"], "dynamic_sampling": True}
     with pytest.raises(TrainingError, match="steps' worth"):
         jr.train(reward=lambda completion: 1.0, config=config)
     assert "they teach nothing" in capsys.readouterr().out
@@ -293,7 +274,11 @@ def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
 @pytest.mark.exhaustive
 def test_a_user_who_thinks_for_longer_than_the_watchdog_waits_is_not_blamed(tmp_path):
     made = []
-    config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 3}, "faults": {"watchdog_s": 15.0}}
+    config = {
+        **SMALL_JOB,
+        "run": {"dir": str(tmp_path), "steps": 3},
+        "faults": {"watchdog_s": 15.0},
+    }
     for update in jr.steps(config=config):
         made.append(update.number)
         if update.number == 1:

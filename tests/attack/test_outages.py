@@ -18,6 +18,7 @@ import pytest
 import requests
 from outage_clock import QuickOutages
 from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop
+from runs import SMALL_JOB
 
 import jaxrl_async as jr
 from jaxrl_async.away import asked_wait_s, away_in, says_away
@@ -741,25 +742,7 @@ def test_before_the_first_success_a_bug_ends_the_run_without_a_wait():
 
 # ---- whole runs
 
-SMALL = {
-    "model": {
-        "architecture": {
-            "layers": 1,
-            "width": 32,
-            "heads": 2,
-            "kv_heads": 1,
-            "head_dim": 16,
-            "mlp": 32,
-        }
-    },
-    "data": {"addition": {"digits": 1, "eval_size": 8}},
-    "sampler": {"slots": 16, "max_length": 24, "max_new_tokens": 4},
-    "algorithm": {"group_size": 2, "groups_per_step": 4},
-    "eval": {"every": 0},
-    "metrics": {"tensorboard": False},
-    "staleness": {"max_staleness": 0},
-    "faults": {"backoff_s": 0.2, "watchdog_s": 60.0},
-}
+SMALL = {**SMALL_JOB, "faults": {"backoff_s": 0.2, "watchdog_s": 60.0}}
 
 
 class RemoteReward:

@@ -12,6 +12,25 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import loop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL_JOB: dict[str, Any] = {
+    "model": {
+        "architecture": {
+            "layers": 1,
+            "width": 32,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 16,
+            "mlp": 32,
+        }
+    },
+    "data": {"addition": {"digits": 1, "eval_size": 8}},
+    "sampler": {"slots": 16, "max_length": 24, "max_new_tokens": 4},
+    "algorithm": {"group_size": 2, "groups_per_step": 4},
+    "eval": {"every": 0},
+    "metrics": {"tensorboard": False},
+    "staleness": {"max_staleness": 0},
+}
+"""A configuration of jr.train whose updates take a moment."""
 MANY_DIGITS = """
 def many_digits(prompt, completion, reference):
     return sum(c.isdigit() for c in completion) / 16
