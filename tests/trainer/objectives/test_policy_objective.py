@@ -402,6 +402,7 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(
     assert np.isfinite(stats["train/grad_norm"]) == (name == "endless")
     assert np.isfinite(stats["train/loss"]) == (name == "steep")
     assert stats["train/skipped"] == 1
+    assert stats["train/blown_up"] == 0  # which names finite steps to weights that say nothing
     assert_close(state.params, weights, 0)
 
 
