@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def row_of(way: str, seed: int, args: argparse.Namespace, folder: Path) -> Row:
     if way == "ours":
         facts, taken_s, rewards = of_ours(place / "run" / METRICS_FILE, began_at)
     else:
-        facts, taken_s, rewards = of_peer(read_lines(out), began)
+        facts, taken_s, rewards = of_peer(map(json.loads, out.read_text().splitlines()), began)
     return {
         "model": "SmolLM2-135M-Instruct",
         "way": way,
@@ -145,7 +145,7 @@ def of_ours(metrics: Path, began_at: float) -> Facts:
     return facts, taken_s, [line["reward/mean"] for line in updates]
 
 
-def of_peer(lines: Sequence[Any], began: float) -> Facts:
+def of_peer(lines: Iterable[Any], began: float) -> Facts:
     """Read what peers/update_lines.py wrote."""
     *updates, last = lines
     facts = {

@@ -44,7 +44,14 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyObjective,
     policy_update,
 )
-from jaxrl_async.trainer.update import NOTHING_FROZEN, Frozen, GradSum, TrainState, Update
+from jaxrl_async.trainer.update import (
+    NOTHING_FROZEN,
+    PROBE_LENGTH,
+    Frozen,
+    GradSum,
+    TrainState,
+    Update,
+)
 
 ROW = 512
 """Tokens in a training row."""
@@ -233,7 +240,8 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     scalar = partial(array, mesh, ())
     state = TrainState(params, placed, scalar(jnp.int32))
     sums = GradSum(params, scalar(jnp.float32))
-    memory = step.apply.lower(state, sums).compile().memory_analysis()
+    tried = array(mesh, (PROBE_LENGTH,), jnp.int32)
+    memory = step.apply.lower(state, sums, NOTHING_FROZEN, tried).compile().memory_analysis()
     return {
         "moment_bytes": 2 * sum(x.size * 4 for x in jax.tree.leaves(params)) // mesh.size,
         "device_bytes": memory.argument_size_in_bytes,

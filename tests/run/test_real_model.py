@@ -27,7 +27,7 @@ pytestmark = [
 import jaxrl_async as jr  # noqa: E402
 from jaxrl_async.command.front_door import main as jaxrl_async  # noqa: E402
 from jaxrl_async.config.userfile import load_function  # noqa: E402
-from jaxrl_async.metrics.recorder import read_lines  # noqa: E402
+from jaxrl_async.run.shown_answers import read_answers  # noqa: E402
 from jaxrl_async.sampler.router.router import Router  # noqa: E402
 from jaxrl_async.tasks.calculator import calculate  # noqa: E402
 
@@ -114,7 +114,7 @@ def test_the_recipes_first_updates_measure_rewards_and_held_out_answers(recipe: 
     assert len(rewards) == 2 and len(set(rewards)) == 2 and all(-1 < r < 2 for r in rewards)
     assert [step for step, _ in recipe.curve("eval/accuracy")] == [0, 2]
     assert max(value for _, value in recipe.curve("mismatch/mean")) < 1e-4
-    answers = read_lines(recipe.path / "answers.jsonl")
+    answers = read_answers(recipe.path / "answers.jsonl")
     assert len(answers) == 2 * 4
     for answer in answers:
         right = float(answer["completion"].strip() == answer["reference"])
