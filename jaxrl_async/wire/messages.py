@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of this set of messages; both sides must have the same."""
 
 

@@ -111,6 +111,14 @@ class WireSession:
     def send(self, message: Any) -> None:
         """See ports.Session. Raises ConfigError for a message that the other side would refuse as
         too large."""
+        self._queue(message, wait=True)
+
+    def send_now(self, message: Any) -> bool:
+        """See ports.Session. Raises as `send` does."""
+        return self._queue(message, wait=False)
+
+    def _queue(self, message: Any, *, wait: bool) -> bool:
+        """Queue a message; return whether there was room for it, or wait until there is."""
         if not isinstance(message, MESSAGES):
             raise TypeError(f"{type(message).__name__} is no message (wire.messages)")
         data = codec.dumps(message).data
@@ -122,11 +130,14 @@ class WireSession:
             )
         with self._changed:
             while self._ended is None and self._no_room(self._outbox.num_bytes, len(data)):
+                if not wait:
+                    return False
                 self._changed.wait()  # the watch ends it if nothing goes
             if self._ended is not None:
                 raise Disconnected(f"the session with {self._peer} has ended: {self._ended}")
             self._outbox.put(data)
             self._changed.notify_all()
+            return True
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session. Raises ValueError for a second handler of a kind."""

@@ -306,3 +306,34 @@ def test_a_wait_for_live_weights_can_be_given_up(there):
         stop.set()
         waiting.join(30)
         assert not waiting.is_alive() and side.channel.live_version == 0
+
+
+def test_an_offer_waits_for_room_in_its_own_session_alone(monkeypatch):
+    with TrainerSide() as side:
+        full, other = side.join("full").enter(), side.join("other").enter()
+        room = threading.Event()
+        session = full.pair.trainer
+        send = session.send
+        monkeypatch.setattr(session, "send_now", lambda message: False)
+        monkeypatch.setattr(session, "send", lambda message: room.wait(30) and send(message))
+        side.publish(1)
+        other.draw_from(1)
+        assert side.channel.live_version == 0, "the offer to the full one waits"
+        room.set()
+        full.draw_from(1)
+        side.channel.wait_live(1, 30)
+
+
+def test_a_version_is_offered_with_no_thread_of_its_own(monkeypatch):
+    with TrainerSide() as side:
+        samplers = [side.join(f"s{n}").enter() for n in range(4)]
+        started = []
+        start = threading.Thread.start
+        monkeypatch.setattr(
+            threading.Thread, "start", lambda self: (started.append(self.name), start(self))
+        )
+        side.publish(1)
+        for sampler in samplers:
+            sampler.draw_from(1)
+        side.channel.wait_live(1, 30)
+        assert not [name for name in started if name.startswith("offer to")]

@@ -151,3 +151,24 @@ def test_a_second_handler_of_a_kind_is_a_mistake(pair: SessionPair) -> None:
     with pytest.raises(ValueError, match="is no message"):
         pair.trainer.on(Completion, lambda m: None)
     assert Died(error="x") == Died(error="x")
+
+
+def test_without_room_nothing_waits_unless_it_is_asked_to() -> None:
+    pair = session_pair(limits=WireLimits(queue_bytes=1 << 20))
+    hold, got = threading.Event(), queue.SimpleQueue[int]()
+    pair.trainer.on(Answers, lambda m: hold.wait(WAIT_S) and None)
+    pair.trainer.on(Live, lambda m: got.put(m.version))
+    large, sent = Answers(completions=(completion(30_000),)), 0
+    while pair.sampler.send_now(large):
+        sent += 1
+        assert sent < 100, "the queues are full long before"
+    assert not pair.sampler.send_now(large)
+    later = threading.Thread(target=pair.sampler.send, args=(Live(version=7),))
+    later.start()
+    hold.set()
+    assert got.get(timeout=WAIT_S) == 7
+    assert pair.sampler.send_now(Live(version=8)) and got.get(timeout=WAIT_S) == 8
+    later.join()
+    pair.close()
+    with pytest.raises(Disconnected):
+        pair.sampler.send_now(Live(version=9))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxrl_async.codec import Encoded
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
@@ -40,8 +41,8 @@ class Recipient(Protocol):
     """One sampler, as far as the outbox needs it."""
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """Send it on a thread of its own, which calls `sent` in the end: a sampler whose queue is
-        full delays nobody else."""
+        """Send it without waiting, and call `sent` once the session has taken it, or never will: a
+        sampler whose queue is full delays nobody else."""
         ...
 
     def hold(self, version: int) -> None:
@@ -65,7 +66,8 @@ class Recipient(Protocol):
 class _Kept:
     """What the samplers need to fetch a version."""
 
-    where: dict[str, Any]
+    where: Encoded
+    where_with_base: Encoded  # for a sampler that has none yet
     probe_logprobs: FloatArray | None
 
 
@@ -177,7 +179,7 @@ class WeightOutbox:
         with self._changed:
             news = self._transfers.staged(taker, version)
             if news:
-                passed = source in {t.address for t in self._transfers.takers if t.address}
+                passed = self._transfers.passes_on(source)
                 traffic = self._traffic
                 self._traffic = replace(
                     traffic,
@@ -317,8 +319,13 @@ class WeightOutbox:
             self._base_where = self._where(BASE, self._base)
             self._base = None
         probe = update.probe_logprobs
+        where = self._where(update.version, update.params)
+        encoded = with_base = Encoded(where)
+        if self._base_where is not None:
+            with_base = Encoded({**where, "base": self._base_where})
         return _Kept(
-            where=self._where(update.version, update.params),
+            where=encoded,
+            where_with_base=with_base,
             probe_logprobs=None if probe is None else np.asarray(probe, np.float32),
         )
 
@@ -338,19 +345,16 @@ class WeightOutbox:
 
     def _send(self, offer: DueOffer, recipient: Recipient) -> None:
         kept = self._kept[offer.version]
-        where = kept.where
-        if self._base_where is not None and offer.taker.staged is None:
-            where = {**where, "base": self._base_where}
         message = Offer(
             version=offer.version,
-            where=where,
+            where=kept.where_with_base if offer.taker.staged is None else kept.where,
             sources=offer.sources,
             probe_logprobs=kept.probe_logprobs,
         )
 
         def sent() -> None:
             with self._changed:
-                offer.taker.sending = False
+                self._transfers.sent(offer.taker)
                 self._look()
 
         recipient.send(message, sent)
