@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.weights.manifest import Manifest
-from jaxrl_async.weights.remote.boxes import Box, contains, inside, intersection, volume
+from jaxrl_async.weights.remote.box_grid import BoxGrid
+from jaxrl_async.weights.remote.boxes import Box, common, contains, inside, intersection, volume
 from jaxrl_async.weights.remote.host_sums import MODULUS, host_sum
 from jaxrl_async.weights.remote.pieces import WeightPiece
 from jaxrl_async.weights.remote.seams import BASE
@@ -51,6 +52,8 @@ class Assembly:
         for part in parts:
             self._parts[part.array].append(part)
         self._arrived: list[dict[Box, int]] = [{} for _ in manifest.entries]  # box -> checksum
+        self._grids = [BoxGrid(shape, dtype) for _, shape, dtype in manifest.entries]  # of those
+        self._left = [sum(volume(p.box) for p in held) for held in self._parts]  # elements
         self._sums: dict[tuple[int, Box], int] = {}  # of pieces of a complete one
         self._complete = False
         self._changed = threading.Condition()
@@ -61,8 +64,7 @@ class Assembly:
     def complete(cls, manifest: Manifest, parts: Sequence[Part]) -> "Assembly":
         """Make an assembly of shards that are all there."""
         made = cls(manifest, parts)
-        for part in parts:
-            made._arrived[part.array][part.box] = 0
+        made._left = [0] * len(manifest.entries)
         made._complete = True
         return made
 
@@ -106,6 +108,9 @@ class Assembly:
     def arrived(self, piece: WeightPiece, checksum: int) -> None:
         """Report a piece whose contents, with this checksum, are in place."""
         with self._changed:
+            if piece.box not in self._arrived[piece.array]:
+                self._grids[piece.array].add(piece.box)
+                self._left[piece.array] -= volume(piece.box)
             self._arrived[piece.array][piece.box] = checksum
             self._progress_at = time.monotonic()
             self._changed.notify_all()
@@ -131,7 +136,9 @@ class Assembly:
         """Take arrays for not arrived: they were torn."""
         with self._changed:
             for array in arrays:
+                self._left[array] += sum(map(volume, self._arrived[array]))
                 self._arrived[array].clear()
+                self._grids[array].clear()
 
     def give_up(self) -> None:
         """Tell readers that nothing more arrives."""
@@ -161,11 +168,11 @@ class Assembly:
         shape = self._manifest.entries[array][1] if array < len(self._manifest.entries) else None
         if shape is None or len(box) != len(shape) or not _is_within(box, shape):
             raise ValueError(f"no such piece: array {array}, {list(box)}")
-        if sum(_common(part.box, box) for part in self._parts[array]) != volume(box):
+        if sum(common(part.box, box) for part in self._parts[array]) != volume(box):
             return None
         while True:
             with self._changed:
-                if sum(_common(b, box) for b in self._arrived[array]) == volume(box):
+                if self._is_here(array, box):
                     break
                 if self._given_up or time.monotonic() - self._progress_at > patience_s:
                     return None
@@ -173,8 +180,15 @@ class Assembly:
             waiting()
         return self._gathered(array, box)
 
+    def _is_here(self, array: int, box: Box) -> bool:
+        """Return whether all of a box within the shards here has arrived. Under the lock, and for
+        each piece that is passed on: no look at all that have arrived."""
+        if box in self._arrived[array] or not self._left[array]:
+            return True
+        return self._grids[array].covered(box) == volume(box)
+
     def _gathered(self, array: int, box: Box) -> NDArray[Any]:
-        parts = [part for part in self._parts[array] if _common(part.box, box)]
+        parts = [part for part in self._parts[array] if common(part.box, box)]
         if len(parts) == 1:
             return np.ascontiguousarray(parts[0].data[inside(box, parts[0].box)])
         whole = np.empty([b - a for a, b in box], raw_dtype(self._manifest.entries[array][2]))
@@ -237,8 +251,3 @@ class Holdings:
 
 def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
     return all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
-
-
-def _common(one: Box, other: Box) -> int:
-    both = intersection(one, other)
-    return 0 if both is None else volume(both)

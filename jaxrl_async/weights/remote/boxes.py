@@ -34,6 +34,12 @@ def intersection(one: Box, other: Box) -> Box | None:
     return both if all(start < stop for start, stop in both) else None
 
 
+def common(one: Box, other: Box) -> int:
+    """Return the number of elements that both boxes have."""
+    both = intersection(one, other)
+    return 0 if both is None else volume(both)
+
+
 def inside(inner: Box, outer: Box) -> tuple[Any, ...]:
     """Return the index of a box within the array of another box that contains it; it gives a view,
     of a scalar, too."""
