@@ -179,6 +179,7 @@ def make_remote_channel(
         run=config.run.name,
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
+        apart=config.mesh.samplers_in == "elsewhere",
     )
     if lockstep.count > 1:
         offering = HostOffers(

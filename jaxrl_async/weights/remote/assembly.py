@@ -4,9 +4,11 @@ Writers fill pieces and report them; the piece server reads whatever has arrived
 The trainer's own shards are an assembly in which everything has arrived.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +21,9 @@ from jaxrl_async.weights.remote.boxes import Box, common, contains, inside, inte
 from jaxrl_async.weights.remote.host_sums import MODULUS, host_sum
 from jaxrl_async.weights.remote.pieces import WeightPiece
 from jaxrl_async.weights.remote.seams import BASE
+from jaxrl_async.weights.remote.told import POLL_S, begin, result_of
 
-POLL_S = 0.1
-"""Longest single wait for a piece; conditions are looked at again after it, seconds."""
+log = logging.getLogger(__name__)
 
 MOST_SUMS = 1 << 16
 """Most checksums of pieces that are kept: nobody can fill the memory with boxes of his own."""
@@ -31,6 +33,11 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
     """Return the unsigned integer of a dtype's size: NumPy copies its own types many times as fast
     as bfloat16."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+
+def on_host(data: Any, dtype: str) -> NDArray[Any]:
+    """Return a device's array in host memory, as raw_dtype; on a CPU it is the same memory."""
+    return np.asarray(data).view(raw_dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +206,38 @@ class Assembly:
         return whole
 
 
+class OnDemand:
+    """A version whose host copy is made when somebody asks for a piece of it: it came, or goes,
+    from device to device. Thread safe."""
+
+    def __init__(self, make: Callable[[], Assembly | None]) -> None:
+        """make: copies it to the host; None: its arrays are gone."""
+        self._make, self._lock = make, threading.Lock()
+        self._made: Future[Assembly | None] | None = None
+
+    def get(self, waiting: Callable[[], None]) -> Assembly | None:
+        """Return the host copy; None: it cannot be made. waiting: see Assembly.read."""
+        with self._lock:
+            if self._made is None:
+                self._made = begin(self._copy, "host copy")
+        return result_of(self._made, waiting)
+
+    def _copy(self) -> Assembly | None:
+        try:
+            return self._make()
+        except Exception as error:  # arrays that were deleted meanwhile, or no memory
+            log.warning("weights on devices cannot be copied to the host: %s", error)
+            return None
+
+
 class Holdings:
-    """The versions that this process can hand out, complete or arriving. Thread safe."""
+    """The versions that this process can hand out, complete, arriving or on demand. Thread safe."""
 
     def __init__(self) -> None:
-        self._assemblies: dict[int, Assembly] = {}
+        self._assemblies: dict[int, Assembly | OnDemand] = {}
         self._changed = threading.Condition()
 
-    def add(self, version: int, assembly: Assembly) -> None:
+    def add(self, version: int, assembly: Assembly | OnDemand) -> None:
         """Hand out a version from now on."""
         with self._changed:
             self._assemblies[version] = assembly
@@ -216,7 +247,7 @@ class Holdings:
         """Hand a version out no more. Idempotent."""
         with self._changed:
             assembly = self._assemblies.pop(version, None)
-        if assembly is not None:
+        if isinstance(assembly, Assembly):
             assembly.give_up()
 
     def keep(self, version: int) -> None:
@@ -225,10 +256,10 @@ class Holdings:
             self.remove(other)
 
     @property
-    def versions(self) -> Mapping[int, Assembly]:
+    def versions(self) -> tuple[int, ...]:
         """All versions that are handed out."""
         with self._changed:
-            return dict(self._assemblies)
+            return tuple(self._assemblies)
 
     def find(self, version: int, patience_s: float, waiting: Callable[[], None]) -> Assembly | None:
         """Return a version; wait for one that is newer than all that are here. None: not here.
@@ -241,11 +272,14 @@ class Holdings:
         deadline = time.monotonic() + patience_s
         while True:
             with self._changed:
-                if version in self._assemblies:
-                    return self._assemblies[version]
-                if any(v > version for v in self._assemblies) or time.monotonic() > deadline:
-                    return None
-                self._changed.wait(POLL_S)
+                found = self._assemblies.get(version)
+                if found is None:
+                    newer = any(v > version for v in self._assemblies)
+                    if newer or time.monotonic() > deadline:
+                        return None
+                    self._changed.wait(POLL_S)
+            if found is not None:
+                return found.get(waiting) if isinstance(found, OnDemand) else found
             waiting()
 
 

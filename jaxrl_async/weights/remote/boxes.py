@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
@@ -66,3 +67,14 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     for first in range(start, stop, rows):
         part = (first, min(first + rows, stop))
         yield from cut((*box[:axis], part, *box[axis + 1 :]), most)
+
+
+def distinct_shards(params: Any) -> list[tuple[int, Box, Any]]:
+    """Return (array, box, its data on a device) of every distinct shard of this process."""
+    shards = []
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        boxes: dict[Box, Any] = {}
+        for shard in leaf.addressable_shards:
+            boxes.setdefault(box_of(shard.index, leaf.shape), shard.data)
+        shards += [(number, box, data) for box, data in boxes.items()]
+    return shards

@@ -7,9 +7,11 @@ where ──plan──> pieces ──shared memory, folder, TCP──> assembly 
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,13 +19,22 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.manifest import compare, manifest_of
-from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
-from jaxrl_async.weights.remote.boxes import Box, boxes_here
+from jaxrl_async.weights.remote.assembly import (
+    Assembly,
+    Holdings,
+    OnDemand,
+    Part,
+    on_host,
+    raw_dtype,
+)
+from jaxrl_async.weights.remote.boxes import Box, boxes_here, distinct_shards
 from jaxrl_async.weights.remote.bucket import FolderReader
 from jaxrl_async.weights.remote.buffers import BufferPool
 from jaxrl_async.weights.remote.device import DevicePuller
-from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
+from jaxrl_async.weights.remote.faster_way import DEVICE, TCP, FasterWay
+from jaxrl_async.weights.remote.host_sums import in_host_memory
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.pieces import WeightPiece, plan_pieces
 from jaxrl_async.weights.remote.seams import BASE
@@ -55,6 +66,7 @@ class FetchWays:
     folder: str | None = None  # remote.folder, from files in it; None: not so
     tcp: PullSettings | None = field(default_factory=PullSettings)  # None: not over TCP
     puller: DevicePuller | None = None  # tried first
+    trial: FasterWay | None = None  # of these two; None: the puller's always
     timeout_s: float = 300.0  # longest time for one version, seconds
 
 
@@ -110,10 +122,14 @@ class PieceFetching:
             raise WeightsError(f"the offer of version {version} says where {found.version} is")
         compare(found.manifest, self._manifest)
         stopped = self._stop_reason(abort)
-        if self._ways.puller is not None:
-            pulled = self._from_devices(self._ways.puller, found, stopped)
+        puller, trial = self._ways.puller, self._ways.trial
+        if trial is not None and not (found.holders and all(h.device for h in found.holders)):
+            puller = trial = None  # the trainer does not offer it
+        if puller is not None and (trial is None or trial.next == DEVICE):
+            pulled = self._from_devices(puller, found, stopped)
             if pulled is not None:
                 return pulled
+        began_s = time.monotonic()
         assembly = self._assembly(found)
         self._holdings.add(version, assembly)
         try:
@@ -123,11 +139,16 @@ class PieceFetching:
             assembly.give_up()
             raise
         self._unfinished = None
+        if trial is not None:
+            trial.took(TCP, came.total(), time.monotonic() - began_s)
         self._keep(version)
         source = came.most_common(1)[0][0] if came else ""
         params = self._arrays(self._on_devices(assembly))
         return FetchedParams(
-            params=params, num_bytes=came.total(), source=source, compared=in_host_memory(params)
+            params=params,
+            num_bytes=came.total(),
+            source=source,
+            compared=_are_the_trainers(params, found),
         )
 
     def _keep(self, version: int) -> None:
@@ -187,8 +208,8 @@ class PieceFetching:
         came = self._from_files(assembly, found, pieces, stopped)
         came += self._over_tcp(assembly, found, pieces, sources, stopped)
         for _ in range(MOST_REPEATS):
-            wrong = assembly.wrong_arrays(found.sums)
-            if not wrong:
+            wrong = [] if found.on_devices else assembly.wrong_arrays(found.sums)
+            if not wrong:  # else every piece's own checksum has been compared
                 return came
             self.counts["torn_arrays"] += len(wrong)
             log.warning(
@@ -280,29 +301,14 @@ class PieceFetching:
     def _from_devices(
         self, puller: DevicePuller, found: Whereabouts, stopped: Callable[[], str]
     ) -> FetchedParams | None:
-        """Pull a version from device to device, and copy it to the host: to compare checksums, and
-        to pass it on. None: it did not come; TCP is next."""
+        """Pull a version from device to device, where its checksums are compared. None: it did not
+        come; TCP is next. It is copied to the host only for a sampler that asks for it here."""
+        began_s = time.monotonic()
         try:
             placed = puller.pull(found, self._manifest, self._boxes, stopped)
-            parts = [
-                Part(
-                    array=number,
-                    box=box,
-                    data=np.asarray(on[0]).view(raw_dtype(self._manifest.entries[number][2])),
-                )
-                for (number, box), on in placed.items()
-            ]
-            assembly = Assembly(self._manifest, parts)
-            for part in parts:
-                checksum = host_sum(part.data, part.box, assembly.shape_of(part.array))
-                whole = WeightPiece(
-                    array=part.array, box=part.box, num_bytes=part.data.nbytes, holder=0
-                )
-                assembly.arrived(whole, checksum)
-            wrong = assembly.wrong_arrays(found.sums)
-            if wrong:
-                raise WeightsError(f"{len(wrong)} arrays arrived torn")
         except WeightsError as error:
+            if self._ways.trial is not None:
+                self._ways.trial.took(DEVICE, 0, time.monotonic() - began_s)
             self.counts["without_device"] += 1
             log.warning(
                 "weights of version %d do not come from device to device: %s; they are fetched "
@@ -311,16 +317,31 @@ class PieceFetching:
                 error,
             )
             return None
-        self._unfinished = None
-        self._holdings.add(found.version, assembly)
-        self._keep(found.version)
         params = self._arrays(placed)
+        num_bytes = sum(on[0].nbytes for on in placed.values())
+        self._unfinished = None
+        # weak: a device has room for two sets of weights, and the sampler says which
+        leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+        self._holdings.add(found.version, OnDemand(partial(self._host_copy, leaves)))
+        self._keep(found.version)
+        if self._ways.trial is not None:
+            self._ways.trial.took(DEVICE, num_bytes, time.monotonic() - began_s)
         return FetchedParams(
-            params=params,
-            num_bytes=sum(part.data.nbytes for part in parts),
-            source=found.holders[0].address,
-            compared=in_host_memory(params),
+            params=params, num_bytes=num_bytes, source=found.holders[0].address, compared=True
         )
+
+    def _host_copy(self, leaves: Sequence[weakref.ReferenceType[Any]]) -> Assembly | None:
+        """Copy a version from the devices, to pass it on; None: the sampler has let go of it."""
+        arrays = [leaf() for leaf in leaves]
+        if any(array is None for array in arrays):
+            return None
+        self.counts["host_copies"] += 1
+        dtypes = [dtype for _, _, dtype in self._manifest.entries]
+        parts = [
+            Part(array=number, box=box, data=on_host(data, dtypes[number]))
+            for number, box, data in distinct_shards(arrays)
+        ]
+        return Assembly.complete(self._manifest, parts)
 
     def _on_devices(self, assembly: Assembly) -> dict[tuple[int, Box], list[Any]]:
         """Put the shards on their devices; on a CPU their memory becomes the arrays'."""
@@ -345,3 +366,16 @@ class PieceFetching:
             arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, own))
         params = jax.tree.unflatten(self._structure, jax.block_until_ready(arrays))
         return params
+
+
+def _are_the_trainers(params: Params, found: Whereabouts) -> bool:
+    """Return whether whole arrays were compared with the trainer's where they lie now. Raises
+    WeightsError if they differ."""
+    if not found.on_devices:
+        return in_host_memory(params)
+    if not all(array.is_fully_addressable for array in jax.tree.leaves(params)):
+        return False
+    sums = Sums(params).read()
+    if sums is None or sums.tolist() != list(found.sums):
+        raise WeightsError(f"version {found.version} differs from what is on the trainer's devices")
+    return True

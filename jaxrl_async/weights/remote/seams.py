@@ -34,8 +34,8 @@ class Offering(Protocol):
         ...
 
     def compares(self, params: Params) -> bool:
-        """Return whether every sampler compares what it gets with these very arrays: they lie in
-        host memory, which is where the transport takes its checksums."""
+        """Return whether every sampler compares what it gets with these very arrays: they lie where
+        the transport takes its checksums, in host memory or on the devices."""
         ...
 
     def withdraw(self, version: int) -> None:

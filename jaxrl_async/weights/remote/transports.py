@@ -1,25 +1,30 @@
 """Choose how weights travel: remote.transfer, and whether both sides are on one machine."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.remote.assembly import Holdings
-from jaxrl_async.weights.remote.boxes import Box
 from jaxrl_async.weights.remote.bucket import FolderFiles
 from jaxrl_async.weights.remote.device import DevicePublisher, DevicePuller
+from jaxrl_async.weights.remote.faster_way import FasterWay
 from jaxrl_async.weights.remote.fetching import FetchWays, PieceFetching
 from jaxrl_async.weights.remote.offering import OfferWays, PieceOffering
 from jaxrl_async.weights.remote.peer_guard import Guard
-from jaxrl_async.weights.remote.piece_server import PieceServer
+from jaxrl_async.weights.remote.piece_server import PieceServer, Publish
 from jaxrl_async.weights.remote.seams import Fetching, Offering
 from jaxrl_async.weights.remote.shared_memory import SharedFiles
 from jaxrl_async.weights.remote.tcp import PullSettings
 from jaxrl_async.wire.address import advertised_address, parse_address
 from jaxrl_async.wire.tls import read_tls
+
+log = logging.getLogger(__name__)
 
 SHARING = 64
 """Most samplers that share a machine and a remote.data_port: each tries so many ports."""
@@ -28,7 +33,12 @@ STREAMS = ("auto", "tcp", "device")
 
 
 def make_offering(
-    section: RemoteSection, *, run: str, secret: bytes = b"", local_samplers: bool = True
+    section: RemoteSection,
+    *,
+    run: str,
+    secret: bytes = b"",
+    local_samplers: bool = True,
+    apart: bool = False,
 ) -> Offering:
     """Make the trainer's side.
 
@@ -38,6 +48,8 @@ def make_offering(
         secret: The shared secret (wire.secret.read_secret).
         local_samplers: Whether samplers may be on this machine; False saves, with transfer=auto,
             the copy into shared memory.
+        apart: Whether samplers have machines of their own; then transfer=auto offers the weights
+            from accelerators' memory, too, and makes no host copy that nobody asks for.
 
     Raises WeightsError if it cannot listen, or if there is no shared memory; ConfigError for a
     missing secret or certificate.
@@ -47,10 +59,13 @@ def make_offering(
     shared = files = server = publisher = None
     if transfer == "folder":
         files = FolderFiles(_folder(section), run, jax.process_index())
-    if transfer == "shared_memory" or (transfer == "auto" and local_samplers):
-        shared = SharedFiles(run)
     if transfer == "device":
         publisher = DevicePublisher(_host(section.listen, section.advertise))
+    elif apart and _may_try_devices(section, jax.local_devices()):
+        with _or_tcp():
+            publisher = DevicePublisher(_host(section.listen, section.advertise))
+    if transfer == "shared_memory" or (transfer == "auto" and local_samplers and not publisher):
+        shared = SharedFiles(run)
     if transfer in STREAMS:
         server = _server(
             section,
@@ -92,20 +107,44 @@ def make_fetching(
     """
     holdings = Holdings()
     transfer = section.transfer
-    tcp = server = puller = None
+    tcp = server = puller = trial = None
     if transfer in STREAMS:
         tcp = PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
         server = _server(section, holdings, secret, host, advertise, ports=SHARING)
+        devices = jax.tree.leaves(target)[0].sharding.device_set
         if transfer == "device":
             puller = DevicePuller(_host(f"{host}:0", advertise), tcp)
+        elif _may_try_devices(section, devices):
+            with _or_tcp():
+                puller, trial = DevicePuller(_host(f"{host}:0", advertise), tcp), FasterWay()
     ways = FetchWays(
         puller=puller,
+        trial=trial,
         shared=transfer in ("auto", "shared_memory"),
         folder=_folder(section) if transfer == "folder" else None,
         tcp=tcp,
         timeout_s=section.transfer_timeout_s,
     )
     return PieceFetching(target, ways, holdings, server)
+
+
+def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
+    """Return whether transfer=auto tries the way from device to device: not between CPUs, where it
+    is known to be slower than TCP (docs/benchmarks.md), nor where connections are to be encrypted.
+    """
+    encrypted = section.tls_certificate is not None
+    return (
+        section.transfer == "auto" and not encrypted and all(d.platform != "cpu" for d in devices)
+    )
+
+
+@contextmanager
+def _or_tcp() -> Iterator[None]:
+    """Do without the way from device to device if it cannot be had here."""
+    try:
+        yield
+    except WeightsError as error:
+        log.warning("remote.transfer=auto does without the way from device to device: %s", error)
 
 
 def _folder(section: RemoteSection) -> str:
@@ -125,7 +164,7 @@ def _server(
     advertise: str | None,
     *,
     ports: int = 1,
-    publish: Callable[[int, int, Box], int | None] | None = None,
+    publish: Publish | None = None,
 ) -> PieceServer:
     """Serve at remote.data_port, or at one of the `ports` from there on."""
     return PieceServer(

@@ -1,11 +1,21 @@
 """Weights from device to device between processes, and over TCP when they do not come."""
 
+import gc
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src.array import ArrayImpl
 from transport_rig import FetchProcess, host_tree, on_trainer, same_bits, target_of
 
 from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.errors import WeightsError
+from jaxrl_async.weights.remote import device, host_sums, transports
+from jaxrl_async.weights.remote import fetching as fetching_module
+from jaxrl_async.weights.remote import offering as offering_module
+from jaxrl_async.weights.remote.faster_way import DEVICE, TCP, FasterWay
 from jaxrl_async.weights.remote.transports import make_fetching, make_offering
 
 SECTION = RemoteSection(transfer="device", silence_s=0.5)
@@ -62,7 +72,9 @@ def test_pieces_that_do_not_come_are_fetched_over_tcp_and_it_is_counted(
     tree, fetching = host_tree(), fetchings((1, 4))
     where = trainer.offer(2, on_trainer(tree))
     monkeypatch.setattr(  # numbers under which nothing is published: the pull waits for ever
-        trainer._ways.server, "_publish", lambda version, array, box: 12345 + array
+        trainer._ways.server,
+        "_publish",
+        lambda version, pieces: (12345, [0] * len(pieces)),
     )
     before = fetching.counts["without_device"]
     got = fetching.fetch(2, where, [trainer.address], threading.Event())
@@ -85,3 +97,173 @@ def test_a_trainer_that_has_died_is_an_error_and_not_a_hang(fetchings):
     offering.close()
     with pytest.raises(Exception, match="no source"):
         fetching.fetch(9, where, [offering.address], threading.Event())
+
+
+def on_host_is_forbidden(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a copy in host memory was made")
+
+    for module in (offering_module, fetching_module):
+        monkeypatch.setattr(module, "on_host", refuse)
+    monkeypatch.setattr(host_sums, "host_sum", refuse)
+    read = ArrayImpl._value
+
+    def value(array):
+        assert array.size <= 64, "an array of weights was read to the host"
+        return read.fget(array)
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(value))
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (1, 1)])
+def test_no_weights_come_to_the_host_on_either_side_and_one_pull_brings_all(
+    trainer, fetchings, monkeypatch, mesh
+):
+    tree, fetching = host_tree(3), fetchings(mesh)
+    params = jax.block_until_ready(on_trainer(tree))
+    pulls = []
+    connection = fetching._ways.puller._connection
+    with monkeypatch.context() as patch:
+        on_host_is_forbidden(patch)
+        patch.setattr(
+            fetching._ways.puller,
+            "_connection",
+            lambda address: pulls.append(address) or connection(address),
+        )
+        where = trainer.offer(20, params)
+        got = fetching.fetch(20, where, [trainer.address], threading.Event())
+    assert got.compared and len(pulls) == 1
+    assert same_bits(got.params, tree)
+    trainer.withdraw(20)
+
+
+class Flipping:
+    """A connection that changes one bit of one array on its way."""
+
+    def __init__(self, connection):
+        self.connection = connection
+
+    def pull(self, number, wanted):
+        arrays = self.connection.pull(number, wanted)
+        place = max(range(len(arrays)), key=lambda n: arrays[n].size)
+        changed = np.asarray(arrays[place]).copy()
+        changed.view(np.uint8).reshape(-1)[5] ^= 4
+        arrays[place] = jax.device_put(changed, arrays[place].sharding)
+        return arrays
+
+
+def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
+    trainer, fetchings, caplog, monkeypatch
+):
+    tree, fetching = host_tree(4), fetchings((1, 4))
+    where = trainer.offer(21, on_trainer(tree))
+    puller, before = fetching._ways.puller, fetching.counts["without_device"]
+    connection = puller._connection
+    monkeypatch.setattr(puller, "_connection", lambda address: Flipping(connection(address)))
+    got = fetching.fetch(21, where, [trainer.address], threading.Event())
+    assert same_bits(got.params, tree) and got.compared
+    assert fetching.counts["without_device"] == before + 1
+    assert "pieces came changed, first of" in caplog.text
+    trainer.withdraw(21)
+
+
+def test_weights_that_change_between_host_and_device_are_found_there(
+    trainer, fetchings, monkeypatch
+):
+    """Over TCP in place of devices: the pieces are sound, and what is on the device is not."""
+    tree, fetching = host_tree(5), fetchings((1, 1))
+    where = trainer.offer(22, on_trainer(tree))
+    monkeypatch.setattr(trainer._ways.server, "_publish", None)
+    put = fetching._on_devices
+
+    def torn(assembly):
+        placed = put(assembly)
+        target = max(placed, key=lambda t: placed[t][0].size)
+        shard = np.asarray(placed[target][0]).copy()
+        shard.view(np.uint8).reshape(-1)[9] ^= 1
+        placed[target] = [jax.device_put(shard, a.sharding) for a in placed[target]]
+        return placed
+
+    monkeypatch.setattr(fetching, "_on_devices", torn)
+    with pytest.raises(WeightsError, match="differs from what is on the trainer's devices"):
+        fetching.fetch(22, where, [trainer.address], threading.Event())
+    monkeypatch.undo()
+    assert same_bits(fetching.fetch(22, where, [trainer.address], threading.Event()).params, tree)
+    trainer.withdraw(22)
+
+
+def test_what_a_sampler_has_let_go_of_is_passed_on_by_nobody(trainer, fetchings):
+    tree, first = host_tree(6), fetchings((1, 4))
+    where = trainer.offer(23, on_trainer(tree))
+    got = first.fetch(23, where, [trainer.address], threading.Event())
+    assert not first.counts["host_copies"]
+    tcp = make_fetching(RemoteSection(transfer="tcp"), target_of(tree))
+    del got
+    gc.collect()
+    again = tcp.fetch(23, where, [first.address], threading.Event())
+    assert same_bits(again.params, tree) and again.source == trainer.address
+    tcp.close()
+    trainer.withdraw(23)
+
+
+def test_parts_that_two_samplers_want_at_a_time_are_cut_once(trainer, fetchings):
+    shards = {(0, ((0, 8), (0, 4))): jnp.arange(32.0).reshape(8, 4)}
+    published = device._Published({0: {box: data for (_, box), data in shards.items()}}, ((8, 4),))
+    box = ((2, 6), (0, 4))
+    (one,), sums = published.cut([(0, box)])
+    (other,), _ = published.cut([(0, box)])
+    assert one is other
+    words = np.arange(8, 24, dtype=np.float32).view(np.uint32).astype(object)
+    assert sums.read() == [sum(w * (2 * n + 1) for n, w in enumerate(words, 8)) % 2**32]
+    assert published.cut([(0, ((2, 9), (0, 4)))]) is None
+    assert published.cut([(1, box)]) is None
+    del one, other
+    gc.collect()
+    assert not published._parts
+
+
+@pytest.mark.parametrize(
+    "taken, then",
+    [
+        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0)], DEVICE),
+        ([(DEVICE, 5, 1.0), (TCP, 9, 1.0)], TCP),
+        ([(DEVICE, 0, 1.0), (TCP, 1, 9.0)], TCP),
+        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0), (DEVICE, 0, 1.0)], TCP),
+        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0), (DEVICE, 1, 1.0)], DEVICE),
+    ],
+)
+def test_auto_keeps_the_way_that_was_faster_and_leaves_one_that_failed(taken, then):
+    trial = FasterWay()
+    assert trial.next == DEVICE
+    for way, num_bytes, seconds in taken:
+        trial.took(way, num_bytes, seconds)
+    assert trial.next == then
+
+
+def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(transports, "_may_try_devices", lambda section, devices: True)
+    auto = RemoteSection(transfer="auto")
+    offering = make_offering(auto, run="auto", apart=True)
+    tree = host_tree(7)
+    fetching = make_fetching(auto, target_of(tree, 1, 4))
+    used = []
+    for version in range(4):
+        published = offering.counts.get("published", 0)
+        where = offering.offer(version, on_trainer(tree))
+        got = fetching.fetch(version, where, [offering.address], threading.Event())
+        assert same_bits(got.params, tree) and got.compared
+        used.append(offering.counts.get("published", 0) - published)
+        offering.withdraw(version)
+    assert used[:2] == [1, 0] and used[2] == used[3]
+    assert "from now on (auto): GB/s were" in caplog.text
+    fetching.close()
+    offering.close()
+
+
+def test_auto_between_cpus_is_tcp(monkeypatch):
+    auto = RemoteSection(transfer="auto")
+    offering = make_offering(auto, run="auto", local_samplers=False, apart=True)
+    where = offering.offer(0, on_trainer(host_tree()))
+    assert [h["device"] for h in where["holders"]] == [""]
+    offering.close()
