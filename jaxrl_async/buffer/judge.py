@@ -1,6 +1,5 @@
 """Which finished groups may be trained on: each is looked at once for a version and a bound."""
 
-from collections.abc import Mapping
 from itertools import takewhile
 
 from jaxrl_async.staleness import drop_reason
@@ -16,7 +15,7 @@ class Judge:
         self._fit = set[int]()  # numbers of groups that were fit at those
 
     def unfit(
-        self, groups: Mapping[int, EpisodeGroup], version: int, max_staleness: int
+        self, groups: dict[int, EpisodeGroup], version: int, max_staleness: int
     ) -> dict[int, Drop]:
         """Return why groups may not be trained on at this version, by number.
 

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "of them (RUN/NAME/config.yaml, or without `runs`); each adds its adapter, with "
                 "moments, to the trainer and a place to each sampler."
             )
-        trainer = parse_slice(args.topology)
+        trainer = _trainer_slices(args)
+        if trainer.count > 1 and config.mesh.samplers_in != "elsewhere":
+            raise ConfigError(
+                f"--num-slices {trainer.count} is for a trainer on slices of its own, and with "
+                f"mesh.samplers_in={config.mesh.samplers_in} the samplers are on them. Set "
+                "mesh.samplers_in=elsewhere."
+            )
         name = args.sampler_topology or _samplers_of(config, trainer)
         samplers = parse_chips(name) if name else None
         longest = config.sampler.max_new_tokens
@@ -92,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         "unless mesh.samplers_in=elsewhere",
     )
     parser.add_argument(
+        "--num-slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the trainer has N slices of --topology, joined by the data center network: "
+        "mesh.trainer.data is a multiple of N, mesh.samplers_in=elsewhere",
+    )
+    parser.add_argument(
         "--sampler-topology",
         help="chips of all samplers together, each on its own slice (mesh.samplers_in=elsewhere); "
         "default: as mesh says, of the trainer's generation",
@@ -108,6 +123,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
     parser.add_argument("--cache", metavar="FOLDER", help="folder of compiled results")
     return parser
+
+
+def _trainer_slices(args: argparse.Namespace) -> Slice:
+    """Return the trainer's slice, or slices. Raises ConfigError."""
+    one = parse_slice(args.topology)
+    if args.num_slices < 1:
+        raise ConfigError(f"--num-slices {args.num_slices}: give 1 or more.")
+    if args.num_slices > 1 and args.write:
+        raise ConfigError(
+            "--write divides the chips of one slice anew, and with --num-slices there are several: "
+            "leave --write out, and set trainer.tpu.slices in the values file by hand."
+        )
+    return replace(one, count=args.num_slices)
 
 
 def _samplers_of(config: Config, trainer: Slice) -> str | None:

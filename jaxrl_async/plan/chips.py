@@ -78,16 +78,18 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A TPU slice: a box of chips of one generation; or a part of one, for one of its roles."""
+    """A TPU slice: a box of chips of one generation; or a part of one, for one of its roles; or
+    several such slices, joined by the data center network."""
 
     chip: Chip
     shape: tuple[int, ...]  # chips on each side
     part: str = ""  # the slice that it is a part of, and which of its devices; "": it is whole
+    count: int = 1  # slices of this shape
 
     @property
     def num_chips(self) -> int:
-        """Number of chips."""
-        return prod(self.shape)
+        """Number of chips, of all slices together."""
+        return prod(self.shape) * self.count
 
     @property
     def num_devices(self) -> int:
@@ -96,13 +98,17 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """The usual name: v5e-64."""
-        return f"{self.chip.generation}-{self.num_chips}"
+        """The usual name: v5e-64, or 2 x v5e-64."""
+        return f"{self._times}{self.chip.generation}-{prod(self.shape)}"
 
     @property
     def topology(self) -> str:
         """The name for libtpu: v5e:8x8; of a part, which devices of which slice."""
-        return self.part or f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+        return self.part or f"{self._times}{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def _times(self) -> str:
+        return f"{self.count} x " if self.count > 1 else ""
 
     def link_share(self, group: int) -> float:
         """Return the share of a chip's links that a collective among `group` devices can use.
@@ -110,7 +116,8 @@ class Slice:
         These are the sides of the slice that such a group spans; one that is no ring counts half.
         """
         sides = len(self.sides)
-        spanned = max(1, ceil(log2(max(group, 2)) / log2(max(self.num_devices, 2)) * sides))
+        within = self.num_devices // self.count
+        spanned = max(1, ceil(log2(max(group, 2)) / log2(max(within, 2)) * sides))
         rings = [1.0 if side % self.chip.wrap_side == 0 else 0.5 for side in self.sides]
         return sum(sorted(rings)[:spanned]) / self.chip.torus_dims
 

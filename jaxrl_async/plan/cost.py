@@ -23,7 +23,8 @@ COLLECTIVES = (
 )
 FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional",
-    "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown",
+    "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown", "send",
+    "recv",
 }  # fmt: skip
 """Opcodes that move no bytes themselves."""
 ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
@@ -36,12 +37,18 @@ GROUPED = ("ragged-dot", "tgmm")
 """How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
 
 
+BETWEEN_SLICES = "slices, over the data center network"
+"""In the place of a collective's axes: it is between slices."""
+MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+"""Marks what the compiler sends from slice to slice, through the hosts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """Communication of one kind among the devices of one or several mesh axes."""
 
     kind: str
-    axes: str  # "fsdp", "data+fsdp"
+    axes: str  # "fsdp", "data+fsdp"; BETWEEN_SLICES
     group: int  # devices that talk to one another
     num_bytes: float  # that a device sends, all times together
     times: float
@@ -83,6 +90,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
     multiplies = _with_products(program)
     flops = num_bytes = cycles = product_cycles = 0.0
     talks: dict[str, tuple[Instruction, float, str]] = {}
+    between: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     kernels: dict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for name, count in times.items():
         shapes = {i.name: i.shape for i in program.computations[name]}
@@ -97,6 +105,10 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
                 key = _channel(i)
                 if key not in talks or talks[key][1] < count:
                     talks[key] = (i, count, kind)
+            if i.opcode == "send" and MEGASCALE in i.rest:
+                kind, slices, sent = _between_slices(i)
+                between[kind, slices][0] += count * sent
+                between[kind, slices][1] += count
             if kernel := _kernel_name(i):
                 flops_of, bytes_moved = _grouped(kernel, i, mesh.get("expert", 1))
                 splash_flops, length, width = _splash(kernel, i)
@@ -109,7 +121,13 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
         num_bytes=num_bytes,
         cycles=cycles,
         product_cycles=product_cycles,
-        collectives=_summed(list(talks.values()), mesh),
+        collectives=(
+            *_summed(list(talks.values()), mesh),
+            *(
+                Collective(kind=k, axes=BETWEEN_SLICES, group=g, num_bytes=b, times=n)
+                for (k, g), (b, n) in sorted(between.items())
+            ),
+        ),
         kernels=tuple(
             Kernel(name=k, times=n, flops=f, num_bytes=b, length=T, width=K)
             for (k, T, K), (n, f, b) in sorted(kernels.items())
@@ -363,6 +381,24 @@ def _summed(
         Collective(kind=k, axes=a, group=g, num_bytes=b, times=n)
         for (k, a, g), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
     )
+
+
+def _between_slices(i: Instruction) -> tuple[str, int, float]:
+    """Return the kind of a send to other slices, how many take part, and the bytes that a device
+    sends.
+
+    The instruction holds what a device gives: its share of an all-gather, all of a sum. Slices are
+    named as in _xla_megascale_target="{1,2}x{0:3}", by numbers and ranges.
+    """
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)
+    kind = found[1].lower().replace("_", "-") if found else "send"
+    target = re.search(r'_xla_megascale_target="\{([\d,:]*)\}', i.rest)
+    spans = [part.split(":") for part in target[1].split(",")] if target else []
+    slices = max(2, sum(int(span[-1]) - int(span[0]) + 1 for span in spans if span[0]))
+    given = max((bytes_of(a) for a in re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)), default=0.0)
+    if kind == "all-gather":
+        return kind, slices, given * (slices - 1)
+    return kind, slices, _sent(kind, given, slices) if kind in COLLECTIVES else given
 
 
 def _result_bytes(i: Instruction) -> float:

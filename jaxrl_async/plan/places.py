@@ -6,7 +6,7 @@ threads                      the same, or an equal part of each host of a slice
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -153,14 +153,21 @@ def devices_of(where: Slice) -> list[Any]:
 
     Eight chips of v5e and v6e are one host. Those of a single chip are some of the smallest host's.
     """
+    if where.count > 1 and prod(where.shape) == 1:
+        raise ConfigError(
+            f"{where.name}: the compiler describes several slices of a host or more, so that each "
+            "needs 4 chips at least."
+        )
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     options: dict[str, Any] = {"chip_config_name": "megacore"} if where.chip.megacore else {}
     if where.shape == EIGHT:
         options["chips_per_host_bounds"] = (*EIGHT, 1)
+    if where.count > 1:
+        options["num_slices"] = where.count
     try:
         topology = topologies.get_topology_desc(
-            platform="tpu", topology_name=where.topology, **options
+            platform="tpu", topology_name=replace(where, count=1).topology, **options
         )
     except Exception as error:  # the plugin has no kinds of its own
         raise ConfigError(

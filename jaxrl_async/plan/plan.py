@@ -14,6 +14,7 @@ from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
 from jaxrl_async.plan.chips import Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
+from jaxrl_async.plan.cost import BETWEEN_SLICES
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
@@ -33,6 +34,7 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.plan.transports import TRANSPORTS, carried_bytes_per_s, transport_of
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
@@ -44,8 +46,6 @@ PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
 HOST_LINK_BYTES_PER_S = 8e9
 """Assumed between a device and its host's memory (PCIe), in one direction."""
-HOST_BYTES_PER_S = 5e9
-"""Assumed from process to process through the memory of a host, by one copying thread."""
 HOP_S = 0.01
 """Assumed delay of a piece of weights in a sampler that passes it on, seconds."""
 BLOCK_S = 0.5e-3
@@ -104,6 +104,15 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenSlices:
+    """What the trainer's slices tell each other over the data center network in a step."""
+
+    slices: int
+    bytes_of_device: float  # that each device sends
+    seconds: float  # at its share of its host's network cards, of the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChipSplit:
     """A way to divide the same chips."""
 
@@ -119,7 +128,10 @@ class Together:
 
     learning: Learning
     decode: Decode
-    transfer_s: float
+    transfer_s: float  # at the rates that were measured of the transport
+    bound_s: float  # the same at the network cards' line rate, which nothing has reached
+    transport: str  # what carries the weights
+    between_slices: BetweenSlices | None  # None: the trainer has one slice
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
     outcome: SimulationResult | None  # simulated; None: both sides work in turns, on the same chips
@@ -220,13 +232,19 @@ def together(
     learning = learning_of(config, spec, places, trainer, lengths)
     copy_bytes = bytes_per_device(held.sent) * places.slices.sampler.size
     transfer_s, tree = transfer_of(config, places, copy_bytes)
+    bound_s, _ = transfer_of(config, places, copy_bytes, measured=False)
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
     pipeline = replace(pipeline, tree=tree)
     return Together(
         learning=learning,
         decode=decode,
         transfer_s=transfer_s,
-        splits=() if colocated else best_splits(places, trainer.memory, learning, decode),
+        bound_s=bound_s,
+        transport=transport_of(config).name if tree is not None else "the slice's own links",
+        between_slices=between_slices(config, trainer, learning),
+        splits=()
+        if colocated or places.trainer.count > 1
+        else best_splits(places, trainer.memory, learning, decode),
         pipeline=pipeline,
         outcome=None
         if colocated
@@ -491,14 +509,19 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 
 
 def transfer_of(
-    config: schema.Config, places: Places, copy_bytes: float
+    config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
 ) -> tuple[float, TransferTree | None]:
     """Estimate the transfer to all samplers, seconds, and the tree along which it goes.
 
     From thread to thread it goes over the slice's links, with a copy for each sampler. Between
     processes it goes through the hosts: along the tree, or through the memory of the one host.
+    Samplers that span hosts pass nothing on: the trainer sends to each of them.
 
-    copy_bytes: one sampler's weights.
+    Args:
+        config, places: The run.
+        copy_bytes: One sampler's weights.
+        measured: At the rates of this package's transports (plan/transports.py). False: at the
+            line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = places.trainer.chip, places.sampler.chip
     sends, takes = places.slices.trainer.size, places.slices.sampler.size
@@ -506,17 +529,57 @@ def transfer_of(
     if how == "threads":
         sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
         return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart = how == "elsewhere"
+    apart, hosts = how == "elsewhere", hosts_of(places.slices.sampler)
+    rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
+    if not apart:
+        rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
+    elif measured:
+        transport, processes = transport_of(config), (hosts_of(places.slices.trainer), hosts)
+        rates = [
+            carried_bytes_per_s(transport, n, rate)
+            for n, rate in zip(processes, rates, strict=True)
+        ]
+    passed_on = apart and hosts == 1 and config.remote.transfer != "folder"
     tree = TransferTree(
         num_bytes=copy_bytes,
-        trainer_bytes_per_s=sends * trainer.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
-        sampler_bytes_per_s=takes * sampler.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
-        fanout=config.remote.fanout if apart else places.num_samplers,
+        trainer_bytes_per_s=rates[0],
+        sampler_bytes_per_s=rates[1],
+        fanout=config.remote.fanout if passed_on else places.num_samplers,
         offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
         hop_s=HOP_S,
         stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
     )
     return tree_s(tree, places.num_samplers), tree
+
+
+def hosts_of(mesh: Any) -> int:
+    """Return how many hosts, and so processes, the devices of a mesh belong to."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def between_slices(
+    config: schema.Config, trainer: Side, learning: Learning
+) -> BetweenSlices | None:
+    """Count what the trainer's slices tell each other in a step: each micro-batch's gradient
+    program and each update's, as the compiler wrote them."""
+    if trainer.where.count == 1:
+        return None
+    epochs = config.algorithm.epochs
+    runs = {
+        "gradient": learning.micro_batches * epochs,
+        "update": epochs * config.algorithm.minibatches,
+    }
+    sent = sum(
+        runs.get(program.name, 0.0) * talk.num_bytes
+        for program in trainer.programs
+        for talk in program.cost.collectives
+        if talk.axes == BETWEEN_SLICES
+    )
+    return BetweenSlices(
+        slices=trainer.where.count,
+        bytes_of_device=sent,
+        seconds=sent / trainer.where.chip.dcn_bytes_per_s,
+    )
 
 
 def tree_s(tree: TransferTree, samplers: int) -> float:

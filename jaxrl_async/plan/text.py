@@ -7,8 +7,7 @@ from typing import Any
 from jaxrl_async.plan.chips import GIB
 from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.hbm import Memory
-from jaxrl_async.plan.pipeline import TransferTree
-from jaxrl_async.plan.plan import Plan, Side, Together, at_split
+from jaxrl_async.plan.plan import BetweenSlices, Plan, Side, Together, at_split
 from jaxrl_async.plan.timing import Timing
 
 
@@ -59,6 +58,9 @@ def _together_json(whole: Together) -> dict[str, Any]:
         "learning": {**asdict(whole.learning), "mfu": whole.learning.mfu},
         "decode": {**decode.pop("load"), **decode, "bandwidth_share": whole.decode.bandwidth_share},
         "transfer_s": whole.transfer_s,
+        "transfer_bound_s": whole.bound_s,
+        "transport": whole.transport,
+        "between_slices": None if whole.between_slices is None else asdict(whole.between_slices),
         "splits": [asdict(s) for s in whole.splits],
         "simulated": None if whole.outcome is None else asdict(whole.outcome),
         "in_turns_tokens_per_s": whole.in_turns_tokens_per_s,
@@ -150,7 +152,8 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
         f"            a step's time: {of_decode}",
-        f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole.pipeline.tree)}",
+        f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole, plan.num_samplers)}",
+        *_between(whole.between_slices),
         _rate(whole),
         f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
     ]
@@ -175,11 +178,28 @@ def _rate(whole: Together) -> str:
     )
 
 
-def _way(tree: TransferTree | None) -> str:
+def _way(whole: Together, samplers: int) -> str:
     """Say how the weights get there."""
+    tree = whole.pipeline.tree
     if tree is None:
         return ""
-    return f": {tree.num_bytes / 1e9:.1f} GB each, the trainer sends {tree.fanout} copies at most"
+    copies = min(tree.fanout, samplers)
+    return (
+        f": {tree.num_bytes / 1e9:.1f} GB each, by {whole.transport}; of each version the trainer "
+        f"sends {copies} copies, {copies * tree.num_bytes / 1e9:,.1f} GB (at the network cards' "
+        f"line rate, an upper bound: {_time(whole.bound_s)})"
+    )
+
+
+def _between(slices: BetweenSlices | None) -> list[str]:
+    """Say what the trainer's slices tell each other."""
+    if slices is None:
+        return []
+    return [
+        f"  {slices.slices} slices  each device of the trainer sends "
+        f"{slices.bytes_of_device / 1e9:.2f} GB to other slices in a step: "
+        f"{_time(slices.seconds)} of it, at its share of its host's network cards"
+    ]
 
 
 def _splits(whole: Together, now: int) -> Iterable[str]:

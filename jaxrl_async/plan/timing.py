@@ -8,7 +8,9 @@
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
-    exposed       all-reduces and all-to-alls, which the program waits for
+    exposed       all-reduces and all-to-alls, which the program waits for, and whatever goes
+                  between slices, at a chip's share of its host's network cards: an upper bound of
+                  the rate
 
     estimate = max(compute + kernels, hidden) + exposed
 
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from jaxrl_async.plan.attention_rates import splash_share
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.compiled import Compiled
-from jaxrl_async.plan.cost import Collective, Kernel
+from jaxrl_async.plan.cost import BETWEEN_SLICES, Collective, Kernel
 
 RAGGED_SHARE = 0.8
 """Assumed share of HBM's bandwidth that ragged paged attention reaches.
@@ -144,7 +146,7 @@ def timing(
     num_bytes = cost.num_bytes + sum(k.num_bytes for k in kernels)
     flops = cost.flops + sum(k.flops for k in kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
-    exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
+    exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED or c.axes == BETWEEN_SLICES)
     talk = sum(seconds.values())
     read_s = cache_bytes / chip.hbm_bytes_per_s
     return Timing(
@@ -174,5 +176,7 @@ def _splash_share(kernel: Kernel, where: Slice) -> float:
 
 def collective_s(talk: Collective, where: Slice) -> float:
     """Return the seconds of a collective: bytes over the group's links, plus its ring's latency."""
+    if talk.axes == BETWEEN_SLICES:
+        return talk.num_bytes / where.chip.dcn_bytes_per_s
     one_way = where.chip.ici_bytes_per_s / 2 * where.link_share(talk.group)
     return talk.num_bytes / one_way + talk.times * HOP_S * talk.group / 2
