@@ -3,8 +3,8 @@
     python benchmarks/offers.py [--quick] [--samplers 64 256 1000 2000 4000] [--json [FILE]]
 
 The trainer's own classes: channel, outbox and one end per sampler, with an offer of a 70B policy on
-128 chips of 32 hosts (about 90 KB). The samplers are played: each says at once that it has the
-version and draws from it. Nothing is sent; the encoding of each message is part of the time.
+128 chips of 32 hosts (about 90 KB). The samplers are played: each says immediately that it has the
+version and samples from it. Nothing is sent; the encoding of each message is part of the time.
 
 offers_ms   CPU of the process until every sampler's offer is encoded
 version_ms  CPU of the process until the version is live everywhere
@@ -58,7 +58,7 @@ class PlayedOffering:
 
 
 class PlayedSession:
-    """A session whose other side takes everything at once."""
+    """A session whose other side takes everything immediately."""
 
     peer, ended = "a sampler", None
 
@@ -89,7 +89,7 @@ class PlayedSession:
         """It has no end."""
 
     def answer(self) -> None:
-        """Say that the offered version is here, and then that it is drawn from."""
+        """Say that the offered version is here, and then that it is live."""
         self._handlers[Staged](
             Staged(version=self.version, num_bytes=1, seconds=1.0, source=TRAINER)
         )

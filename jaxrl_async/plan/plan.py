@@ -34,7 +34,12 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.plan.transports import TRANSPORTS, carried_bytes_per_s, transport_of
+from jaxrl_async.plan.transports import (
+    TRANSPORTS,
+    Transport,
+    carried_bytes_per_s,
+    transport_of,
+)
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
@@ -130,7 +135,7 @@ class Together:
     decode: Decode
     transfer_s: float  # at the rates that were measured of the transport
     bound_s: float  # the same at the network cards' line rate, which nothing has reached
-    transport: str  # what carries the weights
+    transport: Transport | None  # what carries the weights; None: the slice's own links
     between_slices: BetweenSlices | None  # None: the trainer has one slice
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
@@ -240,7 +245,7 @@ def together(
         decode=decode,
         transfer_s=transfer_s,
         bound_s=bound_s,
-        transport=transport_of(config).name if tree is not None else "the slice's own links",
+        transport=None if tree is None else transport_of(config),
         between_slices=between_slices(config, trainer, learning),
         splits=()
         if colocated or places.trainer.count > 1

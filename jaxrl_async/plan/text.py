@@ -59,7 +59,7 @@ def _together_json(whole: Together) -> dict[str, Any]:
         "decode": {**decode.pop("load"), **decode, "bandwidth_share": whole.decode.bandwidth_share},
         "transfer_s": whole.transfer_s,
         "transfer_bound_s": whole.bound_s,
-        "transport": whole.transport,
+        "transport": None if whole.transport is None else asdict(whole.transport),
         "between_slices": None if whole.between_slices is None else asdict(whole.between_slices),
         "splits": [asdict(s) for s in whole.splits],
         "simulated": None if whole.outcome is None else asdict(whole.outcome),
@@ -180,14 +180,17 @@ def _rate(whole: Together) -> str:
 
 def _way(whole: Together, samplers: int) -> str:
     """Say how the weights get there."""
-    tree = whole.pipeline.tree
-    if tree is None:
+    tree, transport = whole.pipeline.tree, whole.transport
+    if tree is None or transport is None:
         return ""
     copies = min(tree.fanout, samplers)
+    sent_gb, cost = copies * tree.num_bytes / 1e9, ""
+    if transport.send_cpu_s_per_gb is not None:
+        cost = f" and {sent_gb * transport.send_cpu_s_per_gb:,.0f} CPU seconds of its hosts"
     return (
-        f": {tree.num_bytes / 1e9:.1f} GB each, by {whole.transport}; of each version the trainer "
-        f"sends {copies} copies, {copies * tree.num_bytes / 1e9:,.1f} GB (at the network cards' "
-        f"line rate, an upper bound: {_time(whole.bound_s)})"
+        f": {tree.num_bytes / 1e9:.1f} GB each, {transport.name}; of each version the trainer "
+        f"sends {copies} copies, {sent_gb:,.1f} GB{cost} (at the network cards' line rate, an "
+        f"upper bound: {_time(whole.bound_s)})"
     )
 
 

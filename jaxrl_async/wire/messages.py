@@ -160,6 +160,7 @@ class Staged:
     seconds: float  # from the offer until now
     source: str  # where most of it came from
     base_bytes: int = 0  # that it fetched beside these: what an adapter changes, the first time
+    fallbacks: int = 0  # times that it went over to TCP: the way that was asked for had failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

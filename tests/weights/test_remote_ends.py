@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -337,3 +338,13 @@ def test_a_version_is_offered_with_no_thread_of_its_own(monkeypatch):
             sampler.draw_from(1)
         side.channel.wait_live(1, 30)
         assert not [name for name in started if name.startswith("offer to")]
+
+
+def test_a_way_that_failed_is_counted_where_the_run_is_watched():
+    with TrainerSide() as side:
+        sampler = side.join().begin()
+        fetched = sampler.fetching.fetch
+        sampler.fetching.fetch = lambda *of: replace(fetched(*of), fallbacks=2)
+        side.publish(1)
+        sampler.draw_from(1)
+        assert side.counted() == {"transfer_fallbacks": 2}

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jaxrl_async.errors import ConfigError, Disconnected
 from jaxrl_async.testing.session_pair import SessionPair, session_pair
 from jaxrl_async.types import Completion, StopReason
+from jaxrl_async.wire import session as session_module
 from jaxrl_async.wire.messages import Answers, Beat, Cancel, Died, Live, Staged
 from jaxrl_async.wire.session import WireLimits
 
@@ -172,3 +174,32 @@ def test_without_room_nothing_waits_unless_it_is_asked_to() -> None:
     pair.close()
     with pytest.raises(Disconnected):
         pair.sampler.send_now(Live(version=9))
+
+
+def test_one_thread_watches_all_sessions_and_ends_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = session_module.Watch()
+    monkeypatch.setattr(session_module, "WATCH", watch)
+
+    def watching() -> int:
+        return sum(t.name == "watch sessions" for t in threading.enumerate())
+
+    before = watching()  # of sessions of other tests
+    limits = WireLimits(silence_s=1.0)
+    pairs = [session_pair(sampler=f"s{n}", limits=limits) for n in range(8)]
+    assert watching() == before + 1
+    ended = queue.SimpleQueue[str]()
+    pairs[3].sampler.on_end(ended.put)
+    pairs[3].line.silence()
+    assert ended.get(timeout=WAIT_S) == "nothing heard of trainer for 1 s"
+    assert all(pair.trainer.ended is None for n, pair in enumerate(pairs) if n != 3)
+    for pair in pairs:
+        pair.close()
+    end_s = time.monotonic() + WAIT_S
+    while watching() > before and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert watching() == before
+    again = session_pair(limits=limits)
+    assert watching() == before + 1
+    again.close()

@@ -239,6 +239,7 @@ def _summed(parts: Mapping[int, Staged]) -> Staged:
         seconds=max(part.seconds for part in parts.values()),
         source=own.source,
         base_bytes=sum(part.base_bytes for part in parts.values()),
+        fallbacks=sum(part.fallbacks for part in parts.values()),
     )
 
 

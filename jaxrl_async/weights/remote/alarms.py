@@ -35,7 +35,7 @@ class Alarms(Generic[T]):
         return list(passed)
 
     def first(self, time_of: Callable[[T], float | None]) -> float | None:
-        """Return the time of the first alarm that counts; None: there is none."""
+        """Return the time of the first alarm that counts; None: no alarm counts."""
         while self._heap and time_of(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,7 +1,6 @@
-"""The boxes of an array that have arrived, so that those near a place are found without a look at
-all of them.
+"""The boxes of an array that have arrived. Those near a place are found without a look at all.
 
-    cells as wide as the pieces of the whole array would be       a box lies in the cells it touches
+cells as wide as the pieces of the whole array would be       a box lies in the cells it touches
 """
 
 import itertools
@@ -14,7 +13,7 @@ from jaxrl_async.weights.remote.pieces import PIECE_BYTES
 
 
 class BoxGrid:
-    """Boxes of one array, none of which overlap. Not locked."""
+    """Boxes of one array that do not overlap. Not locked."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         """Hold none yet, of an array of this shape and dtype."""

@@ -9,7 +9,7 @@ No byte comes to a host's memory on either side, where JAX's transport needs non
 sampler needs whole is published as it is; others are cut on the trainer's devices, once for all
 samplers that want the same part at a time.
 
-JAX's server knows no secret: the numbers, which only a guarded connection learns, stand for it. It
+JAX's server knows no secret: the numbers, which only a guarded connection gets, replace it. It
 has no timeouts that fire either; hence whoever waits looks, and breaks the connection when nothing
 comes. The caller compares manifests first: JAX checks sizes only, and another layout of the same
 size would be taken in silence.
@@ -51,6 +51,8 @@ WHOLE = 1 << 62
 
 Shards = Mapping[tuple[int, Box], Any]
 """Single-device arrays by (array, box)."""
+Shapes = Sequence[tuple[int, ...]]
+"""Of all whole arrays."""
 
 
 def start_transfer_server(host: str) -> Any:
@@ -76,16 +78,20 @@ class DevicePublisher:
         self.address = str(self._server.address())
         """HOST:PORT of JAX's server."""
 
-    def add(self, version: int, shards: Shards, shapes: Sequence[tuple[int, ...]]) -> None:
+    def add(
+        self,
+        version: int,
+        shards: Shards,
+        sums: Mapping[tuple[int, Box], int],
+        shapes: Shapes,
+    ) -> None:
         """Keep a version's shards, which must not change, until it is removed.
 
+        sums: their checksums (weights.checksum).
         shapes: of all whole arrays.
         """
-        by_array: dict[int, dict[Box, Any]] = {}
-        for (array, box), data in shards.items():
-            by_array.setdefault(array, {})[box] = data
         with self._lock:
-            self._versions[version] = _Published(by_array, tuple(shapes))
+            self._versions[version] = _Published(shards, sums, shapes)
 
     def remove(self, version: int) -> None:
         """Publish a version no more. Idempotent."""
@@ -102,8 +108,7 @@ class DevicePublisher:
         cut = published and published.cut(pieces)
         if not cut:
             return None
-        arrays, sums = cut
-        checksums = sums.read()
+        arrays, checksums = cut
         number = secrets.randbits(62)
         until = datetime.now() + timedelta(seconds=PUBLISHED_S)
         self._server.await_pull(number, arrays, timeout=until)
@@ -113,38 +118,40 @@ class DevicePublisher:
 class _Published:
     """One version's shards, and parts of them that are being pulled. Thread safe."""
 
-    def __init__(
-        self, shards: Mapping[int, Mapping[Box, Any]], shapes: tuple[tuple[int, ...], ...]
-    ) -> None:
-        self._shards, self._shapes = shards, shapes
-        self._lock = threading.Lock()
+    def __init__(self, shards: Shards, sums: Mapping[tuple[int, Box], int], shapes: Shapes) -> None:
+        self._shards: dict[int, dict[Box, Any]] = {}
+        for (array, box), data in shards.items():
+            self._shards.setdefault(array, {})[box] = data
+        self._sums, self._shapes, self._lock = dict(sums), shapes, threading.Lock()
         self._parts = weakref.WeakValueDictionary[tuple[int, Box], Any]()
 
-    def cut(self, pieces: Sequence[tuple[int, Box]]) -> tuple[list[Any], PartSums] | None:
-        """Return pieces on their devices, and their checksums, being computed; None: they are not
-        all here."""
+    def cut(self, pieces: Sequence[tuple[int, Box]]) -> tuple[list[Any], list[int]] | None:
+        """Return pieces on their devices, and their checksums; None: they are not all here. Waits
+        for the devices where a checksum is not known yet."""
         with self._lock:
             arrays = [self._part(array, box) for array, box in pieces]
-        if any(array is None for array in arrays):
-            return None
-        parts = [
-            (data, [start for start, _ in box], self._shapes[array])
-            for data, (array, box) in zip(arrays, pieces, strict=True)
-        ]
-        return arrays, PartSums(parts)
+            if any(array is None for array in arrays):
+                return None
+            new = [n for n, piece in enumerate(pieces) if piece not in self._sums]
+            sums = PartSums(
+                [
+                    (arrays[n], [start for start, _ in pieces[n][1]], self._shapes[pieces[n][0]])
+                    for n in new
+                ]
+            )
+            self._sums |= zip((pieces[n] for n in new), sums.read(), strict=True)
+            return arrays, [self._sums[piece] for piece in pieces]
 
     def _part(self, array: int, box: Box) -> Any:
         held = self._shards.get(array, {})
         if box in held:
             return held[box]
-        if (array, box) not in self._parts:
+        part = self._parts.get((array, box))
+        if part is None:
             whole = next((h for h in held if len(h) == len(box) and contains(h, box)), None)
-            if whole is None:
-                return None
-            part = held[whole][inside(box, whole)]
-            self._parts[array, box] = part
-            return part
-        return self._parts.get((array, box))
+            if whole is not None:
+                part = self._parts[array, box] = held[whole][inside(box, whole)]
+        return part
 
 
 class DevicePuller:

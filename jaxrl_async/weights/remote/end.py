@@ -119,7 +119,7 @@ class RemoteEnd:
 
     def _on_staged(self, message: Staged) -> None:
         version = _checked(message.version)
-        least = min(message.num_bytes, message.base_bytes, message.seconds)
+        least = min(message.num_bytes, message.base_bytes, message.seconds, message.fallbacks)
         if not least >= 0:
             raise WeightsError(
                 f"{message.num_bytes} and {message.base_bytes} bytes in {message.seconds} s"
@@ -133,6 +133,7 @@ class RemoteEnd:
             base_bytes=message.base_bytes,
             seconds=message.seconds,
             source=message.source,
+            fallbacks=message.fallbacks,
         )
         if news:
             self._exchange.arrived(version)

@@ -56,6 +56,7 @@ class FetchedParams:
     num_bytes: int
     source: str
     compared: bool
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class PieceFetching:
         if found.version != version:
             raise WeightsError(f"the offer of version {version} says where {found.version} is")
         compare(found.manifest, self._manifest)
-        stopped = self._stop_reason(abort)
+        stopped, before = self._stop_reason(abort), self._fallbacks
         puller, trial = self._ways.puller, self._ways.trial
         if trial is not None and not (found.holders and all(h.device for h in found.holders)):
             puller = trial = None  # the trainer does not offer it
@@ -149,7 +150,12 @@ class PieceFetching:
             num_bytes=came.total(),
             source=source,
             compared=_are_the_trainers(params, found),
+            fallbacks=self._fallbacks - before,
         )
+
+    @property
+    def _fallbacks(self) -> int:
+        return self.counts["without_device"] + self.counts["without_shared_memory"]
 
     def _keep(self, version: int) -> None:
         """Pass on a version that has come, in place of older ones; the base only where others can

@@ -120,7 +120,9 @@ class PieceOffering:
             for n, box, _ in shards
         )
         on_devices = {(array, box): data for array, box, data in shards}
-        publisher.add(version, on_devices, [shape for _, shape, _ in manifest.entries])
+        checksums = {(shard.array, shard.box): shard.checksum for shard in held}
+        shapes = [shape for _, shape, _ in manifest.entries]
+        publisher.add(version, on_devices, checksums, shapes)
 
         def copied() -> Assembly:
             log.info("version %d is copied to the host: a sampler fetches it over TCP", version)

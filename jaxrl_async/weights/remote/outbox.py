@@ -33,6 +33,8 @@ from jaxrl_async.wire.messages import Offer
 
 log = logging.getLogger(__name__)
 
+MOST_FALLBACKS = 1000
+"""Most that one report of a sampler can add to the count."""
 CLOSE_S = 10.0
 """Longest wait for the thread at the end, seconds."""
 
@@ -173,12 +175,15 @@ class WeightOutbox:
         seconds: float,
         source: str,
         base_bytes: int = 0,
+        fallbacks: int = 0,
     ) -> bool:
         """Take note that a sampler has a version; return whether it is news. Raises WeightsError
         if that cannot be."""
         with self._changed:
             news = self._transfers.staged(taker, version)
             if news:
+                for _ in range(min(fallbacks, MOST_FALLBACKS)):
+                    self._count("transfer_fallbacks")
                 passed = self._transfers.passes_on(source)
                 traffic = self._traffic
                 self._traffic = replace(

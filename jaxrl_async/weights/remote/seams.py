@@ -102,6 +102,11 @@ class Fetched(Protocol):
 
     @property
     def compared(self) -> bool:
-        """Whether the arrays lie in the host memory whose checksums were compared: nothing was
-        copied to a device after that."""
+        """Whether the checksums of these very arrays were compared: nothing was copied to a device
+        after that."""
+        ...
+
+    @property
+    def fallbacks(self) -> int:
+        """How often one way of the transport failed, and TCP took its place."""
         ...

@@ -1,4 +1,4 @@
-"""Work that takes a while, of which whoever asked for it is told meanwhile that it goes on."""
+"""Work on another thread, while the side that waits for it is kept informed."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.1
-"""Longest wait until the asking side is told, or a condition is looked at again, seconds."""
+"""Longest wait before the other side gets a sign of life, or a condition is checked, seconds."""
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
@@ -26,8 +26,8 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def result_of(done: Future[T], waiting: Callable[[], None]) -> T:
-    """Return the result of work, or raise its exception; call `waiting` every 0.1 s until then,
-    whose exceptions end the wait."""
+    """Return the result of work, or raise its exception; call `waiting` every 0.1 s until then. An
+    exception of `waiting` ends the wait."""
     while not wait([done], POLL_S).done:
         waiting()
     return done.result()

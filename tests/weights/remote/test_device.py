@@ -16,7 +16,9 @@ from jaxrl_async.weights.remote import device, host_sums, transports
 from jaxrl_async.weights.remote import fetching as fetching_module
 from jaxrl_async.weights.remote import offering as offering_module
 from jaxrl_async.weights.remote.faster_way import DEVICE, TCP, FasterWay
+from jaxrl_async.weights.remote.sound import compare_with_offer
 from jaxrl_async.weights.remote.transports import make_fetching, make_offering
+from jaxrl_async.weights.remote.whereabouts import merged_offers
 
 SECTION = RemoteSection(transfer="device", silence_s=0.5)
 
@@ -161,7 +163,7 @@ def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
     connection = puller._connection
     monkeypatch.setattr(puller, "_connection", lambda address: Flipping(connection(address)))
     got = fetching.fetch(21, where, [trainer.address], threading.Event())
-    assert same_bits(got.params, tree) and got.compared
+    assert same_bits(got.params, tree) and got.compared and got.fallbacks == 1
     assert fetching.counts["without_device"] == before + 1
     assert "pieces came changed, first of" in caplog.text
     trainer.withdraw(21)
@@ -208,13 +210,14 @@ def test_what_a_sampler_has_let_go_of_is_passed_on_by_nobody(trainer, fetchings)
 
 def test_parts_that_two_samplers_want_at_a_time_are_cut_once(trainer, fetchings):
     shards = {(0, ((0, 8), (0, 4))): jnp.arange(32.0).reshape(8, 4)}
-    published = device._Published({0: {box: data for (_, box), data in shards.items()}}, ((8, 4),))
+    published = device._Published(shards, {(0, ((0, 8), (0, 4))): 77}, [(8, 4)])
     box = ((2, 6), (0, 4))
     (one,), sums = published.cut([(0, box)])
     (other,), _ = published.cut([(0, box)])
     assert one is other
     words = np.arange(8, 24, dtype=np.float32).view(np.uint32).astype(object)
-    assert sums.read() == [sum(w * (2 * n + 1) for n, w in enumerate(words, 8)) % 2**32]
+    assert sums == [sum(w * (2 * n + 1) for n, w in enumerate(words, 8)) % 2**32]
+    assert published.cut([(0, ((0, 8), (0, 4)))])[1] == [77], "what was offered"
     assert published.cut([(0, ((2, 9), (0, 4)))]) is None
     assert published.cut([(1, box)]) is None
     del one, other
@@ -267,3 +270,24 @@ def test_auto_between_cpus_is_tcp(monkeypatch):
     where = offering.offer(0, on_trainer(host_tree()))
     assert [h["device"] for h in where["holders"]] == [""]
     offering.close()
+
+
+def test_files_that_a_sampler_has_read_are_compared_with_an_offer_from_devices(trainer):
+    tree = host_tree(8)
+    where = trainer.offer(24, on_trainer(tree))
+    compare_with_offer(tree, where)
+    tree["layers"]["down"][1, 2, 3] += 1
+    with pytest.raises(WeightsError, match=r"'layers/down' differs from the trainer's"):
+        compare_with_offer(tree, where)
+    trainer.withdraw(24)
+
+
+def test_offers_whose_checksums_are_of_different_kinds_are_not_merged(trainer):
+    other = make_offering(RemoteSection(transfer="tcp"), run="other")
+    params = on_trainer(host_tree())
+    offers = [one.offer(25, params) for one in (trainer, other)]
+    with pytest.raises(WeightsError, match="some from host memory"):
+        merged_offers(offers)
+    assert merged_offers([offers[0], offers[0]])["holders"][1]["on_devices"] is True
+    other.close()
+    trainer.withdraw(25)
