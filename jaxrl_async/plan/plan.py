@@ -520,7 +520,8 @@ def transfer_of(
 
     From thread to thread it goes over the slice's links, with a copy for each sampler. Between
     processes it goes through the hosts: along the tree, or through the memory of the one host.
-    Samplers that span hosts pass nothing on: the trainer sends to each of them.
+    Samplers that span hosts, or that pull from the trainer's devices, pass nothing on: the trainer
+    sends to each of them.
 
     Args:
         config, places: The run.
@@ -544,7 +545,7 @@ def transfer_of(
             carried_bytes_per_s(transport, n, rate)
             for n, rate in zip(processes, rates, strict=True)
         ]
-    passed_on = apart and hosts == 1 and config.remote.transfer != "folder"
+    passed_on = apart and hosts == 1 and config.remote.transfer in ("auto", "tcp")
     tree = TransferTree(
         num_bytes=copy_bytes,
         trainer_bytes_per_s=rates[0],

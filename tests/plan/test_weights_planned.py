@@ -102,6 +102,7 @@ def test_samplers_that_span_hosts_pass_nothing_on():
 def test_from_device_to_device_nothing_was_measured_and_the_bound_is_taken():
     where = places(trainer=(32, 8), sampler=(4, 1), samplers=6)
     device = config(transfer="device")
+    assert transfer_of(device, where, 22e9)[1].fanout == 6, "each pulls from the trainer"
     assert transfer_of(device, where, 22e9) == transfer_of(device, where, 22e9, measured=False)
 
 

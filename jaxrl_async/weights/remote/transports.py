@@ -140,10 +140,13 @@ def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
 
 @contextmanager
 def _or_tcp() -> Iterator[None]:
-    """Do without the way from device to device if it cannot be had here."""
+    """Do without the way from device to device if it cannot be had here. Raises WeightsError where
+    several processes must do the same."""
     try:
         yield
     except WeightsError as error:
+        if jax.process_count() > 1:  # the others may have it, and all must offer alike
+            raise
         log.warning("remote.transfer=auto does without the way from device to device: %s", error)
 
 

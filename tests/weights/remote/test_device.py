@@ -264,6 +264,32 @@ def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, ca
     offering.close()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_auto_without_jaxs_server_is_tcp_unless_several_processes_must_agree(
+    monkeypatch, caplog, processes
+):
+    def refuse(host):
+        raise WeightsError("it cannot serve")
+
+    monkeypatch.setattr(transports, "_may_try_devices", lambda section, devices: True)
+    monkeypatch.setattr(device, "start_transfer_server", refuse)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    auto = RemoteSection(transfer="auto")
+    if processes > 1:
+        with pytest.raises(WeightsError, match="it cannot serve"):
+            make_offering(auto, run="auto", apart=True)
+        return
+    offering = make_offering(auto, run="auto", apart=True)
+    tree = host_tree(9)
+    fetching = make_fetching(auto, target_of(tree))
+    where = offering.offer(0, on_trainer(tree))
+    got = fetching.fetch(0, where, [offering.address], threading.Event())
+    assert same_bits(got.params, tree) and not fetching.counts
+    assert caplog.text.count("does without the way from device to device") == 2
+    fetching.close()
+    offering.close()
+
+
 def test_auto_between_cpus_is_tcp(monkeypatch):
     auto = RemoteSection(transfer="auto")
     offering = make_offering(auto, run="auto", local_samplers=False, apart=True)
@@ -276,7 +302,7 @@ def test_files_that_a_sampler_has_read_are_compared_with_an_offer_from_devices(t
     tree = host_tree(8)
     where = trainer.offer(24, on_trainer(tree))
     compare_with_offer(tree, where)
-    tree["layers"]["down"][1, 2, 3] += 1
+    tree["layers"]["down"].view(np.uint32)[1, 2, 3] ^= 1
     with pytest.raises(WeightsError, match=r"'layers/down' differs from the trainer's"):
         compare_with_offer(tree, where)
     trainer.withdraw(24)
