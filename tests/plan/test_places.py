@@ -207,3 +207,56 @@ def test_a_split_that_no_axis_can_take_is_refused():
     config = load(ROOT / "configs/addition.yaml", ["mesh.trainer.tensor=4"])
     with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. can be divided so"):
         split_config(config, trainer_chips=2, now=4, samplers=1)
+
+
+SLICES = """
+import json, os
+from dataclasses import asdict, replace
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+os.environ |= COMPILER_ENV
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_async.config.schema import Config
+from jaxrl_async.plan.chips import parse_slice, parse_chips
+from jaxrl_async.plan.cost import cost_of
+from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.places import make_places
+
+config = Config.model_validate({"mesh": {
+    "samplers_in": "elsewhere", "trainer": {"data": 2, "fsdp": 4}, "sampler": {"tensor": 4}}})
+mesh = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+mesh = mesh.slices.trainer
+
+def gradient(w, x):
+    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+def on(*spec):
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on("fsdp"))
+x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=on(("data", "fsdp")))
+program = jax.jit(gradient, out_shardings=on("fsdp")).lower(w, x).compile()
+cost = cost_of(parse(program.as_text()), dict(mesh.shape))
+print(json.dumps({"slices": [[d.slice_index for d in row.flat] for row in mesh.devices],
+                  "collectives": [asdict(c) for c in cost.collectives]}))
+"""
+
+
+@compiler
+def test_the_compiler_says_what_goes_between_two_slices():
+    """Of a gradient in shares of four chips, 1 MiB each, half goes each way, twice."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLICES],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["slices"] == [[0] * 4, [1] * 4]
+    between = [c for c in told["collectives"] if c["axes"].startswith("slices")]
+    assert [(c["kind"], c["group"], c["num_bytes"], c["times"]) for c in between] == [
+        ("all-reduce", 2, 2.0**20, 1.0)
+    ]
+    assert {c["axes"] for c in told["collectives"]} - {between[0]["axes"]} == {"fsdp"}
