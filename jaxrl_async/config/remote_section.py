@@ -32,7 +32,7 @@ class RemoteSection(Section):
     """How weights reach the samplers: through shared memory (on one machine), streams over TCP,
     jax.experimental.transfer (device), or files in remote.folder. auto: shared memory on the
     trainer's machine, TCP elsewhere; between accelerators of samplers elsewhere, without
-    certificates, device and TCP are each tried once, and the faster is kept."""
+    certificates, device and TCP are each tried twice, and the faster is kept."""
     folder: str | None = None
     """Folder or mounted bucket that all machines see, for transfer=folder."""
     fanout: Count = 2

@@ -6,31 +6,40 @@ from dataclasses import dataclass, field
 log = logging.getLogger(__name__)
 
 DEVICE, TCP = "device", "tcp"
+TRIES = 2
+"""Versions that come each way before one is chosen: with the first, programs are compiled and
+memory is taken."""
 
 
 @dataclass(slots=True)
 class FasterWay:
-    """The first version comes from device to device, the second over TCP, and all others the way
+    """The first versions come from device to device, the next ones over TCP, and all others the way
     that was faster. Used by one thread."""
 
-    _rates: dict[str, float] = field(default_factory=dict)  # bytes a second, by way; 0: it failed
+    _rates: dict[str, list[float]] = field(default_factory=lambda: {DEVICE: [], TCP: []})
+    _failed: set[str] = field(default_factory=set)
+    _chosen: bool = False  # and logged
 
     @property
     def next(self) -> str:
         """The way to try now."""
-        untried = [way for way in (DEVICE, TCP) if way not in self._rates]
-        return untried[0] if untried else max(self._rates, key=lambda way: self._rates[way])
+        ways = [way for way in self._rates if way not in self._failed] or [TCP]
+        untried = [way for way in ways if len(self._rates[way]) < TRIES]
+        return untried[0] if untried else max(ways, key=lambda way: max(self._rates[way]))
 
     def took(self, way: str, num_bytes: int, seconds: float) -> None:
-        """Take note that a version came this way; 0 bytes: it did not. The first of each way
-        counts, but a failure always does."""
-        known = way in self._rates
-        if known and num_bytes:
+        """Take note that a version came this way."""
+        if len(self._rates[way]) == TRIES:
             return
-        self._rates[way] = num_bytes / max(seconds, 1e-9)
-        if not known and len(self._rates) == 2:
+        self._rates[way].append(num_bytes / max(seconds, 1e-9))
+        if not self._chosen and all(len(r) == TRIES for r in self._rates.values()):
+            self._chosen = True
             log.info(
-                "weights come by remote.transfer=%s from now on (auto): GB/s were %s",
+                "weights come by remote.transfer=%s from now on (auto); GB/s were %s",
                 self.next,
-                ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in self._rates.items()),
+                ", ".join(f"{name} {max(r) / 1e9:.2f}" for name, r in self._rates.items()),
             )
+
+    def failed(self, way: str) -> None:
+        """Take note that a version did not come this way: it is tried no more."""
+        self._failed.add(way)

@@ -313,8 +313,10 @@ class PieceFetching:
         try:
             placed = puller.pull(found, self._manifest, self._boxes, stopped)
         except WeightsError as error:
+            if reason := stopped():
+                raise WeightsError(f"version {found.version} was not fetched: {reason}") from error
             if self._ways.trial is not None:
-                self._ways.trial.took(DEVICE, 0, time.monotonic() - began_s)
+                self._ways.trial.failed(DEVICE)
             self.counts["without_device"] += 1
             log.warning(
                 "weights of version %d do not come from device to device: %s; they are fetched "

@@ -228,18 +228,22 @@ def test_parts_that_two_samplers_want_at_a_time_are_cut_once(trainer, fetchings)
 @pytest.mark.parametrize(
     "taken, then",
     [
-        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0)], DEVICE),
-        ([(DEVICE, 5, 1.0), (TCP, 9, 1.0)], TCP),
-        ([(DEVICE, 0, 1.0), (TCP, 1, 9.0)], TCP),
-        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0), (DEVICE, 0, 1.0)], TCP),
-        ([(DEVICE, 9, 1.0), (TCP, 5, 1.0), (DEVICE, 1, 1.0)], DEVICE),
+        ([(DEVICE, 9, 1.0)], DEVICE),  # it compiled
+        ([(DEVICE, 9, 1.0)] * 2, TCP),
+        ([(DEVICE, 9, 1.0)] * 2 + [(TCP, 5, 1.0)], TCP),
+        ([(DEVICE, 9, 1.0)] * 2 + [(TCP, 5, 1.0)] * 2, DEVICE),
+        ([(DEVICE, 9, 9.0), (DEVICE, 9, 1.0), (TCP, 5, 1.0), (TCP, 5, 2.0)], DEVICE),
+        ([(DEVICE, 5, 1.0)] * 2 + [(TCP, 9, 1.0)] * 2, TCP),
+        ([None], TCP),
+        ([(DEVICE, 9, 1.0)] * 2 + [(TCP, 5, 1.0)] * 2 + [None], TCP),
+        ([(DEVICE, 9, 1.0)] * 2 + [(TCP, 5, 1.0)] * 2 + [(DEVICE, 1, 1.0)], DEVICE),
     ],
 )
 def test_auto_keeps_the_way_that_was_faster_and_leaves_one_that_failed(taken, then):
     trial = FasterWay()
     assert trial.next == DEVICE
-    for way, num_bytes, seconds in taken:
-        trial.took(way, num_bytes, seconds)
+    for one in taken:
+        trial.took(*one) if one else trial.failed(DEVICE)
     assert trial.next == then
 
 
@@ -251,15 +255,15 @@ def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, ca
     tree = host_tree(7)
     fetching = make_fetching(auto, target_of(tree, 1, 4))
     used = []
-    for version in range(4):
+    for version in range(6):
         published = offering.counts.get("published", 0)
         where = offering.offer(version, on_trainer(tree))
         got = fetching.fetch(version, where, [offering.address], threading.Event())
         assert same_bits(got.params, tree) and got.compared
         used.append(offering.counts.get("published", 0) - published)
         offering.withdraw(version)
-    assert used[:2] == [1, 0] and used[2] == used[3]
-    assert "from now on (auto): GB/s were" in caplog.text
+    assert used[:4] == [1, 1, 0, 0] and used[4] == used[5]
+    assert "from now on (auto); GB/s were" in caplog.text
     fetching.close()
     offering.close()
 
@@ -317,3 +321,17 @@ def test_offers_whose_checksums_are_of_different_kinds_are_not_merged(trainer):
     assert merged_offers([offers[0], offers[0]])["holders"][1]["on_devices"] is True
     other.close()
     trainer.withdraw(25)
+
+
+def test_a_pull_that_a_newer_offer_ends_is_no_failure_of_the_way(trainer, fetchings, monkeypatch):
+    tree, fetching = host_tree(10), fetchings((1, 4))
+    where = trainer.offer(26, on_trainer(tree))
+    monkeypatch.setattr(
+        trainer._ways.server, "_publish", lambda version, pieces: (12345, [0] * len(pieces))
+    )
+    before, newer = dict(fetching.counts), threading.Event()
+    threading.Timer(0.1, newer.set).start()
+    with pytest.raises(WeightsError, match="version 26 was not fetched: it was aborted"):
+        fetching.fetch(26, where, [trainer.address], newer)
+    assert dict(fetching.counts) == before
+    trainer.withdraw(26)
