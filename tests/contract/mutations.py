@@ -429,6 +429,19 @@ GROUPS = (
         (("            contents.tally.resampled = 0\n", ""),),
     ),
     Group(
+        "buffer/replay",
+        ("buffer/test_replay.py",),
+        (("number <= self._waits_for", "number < self._waits_for"),),
+    ),
+    Group(
+        "weights/remote/transfers",
+        ("weights/test_transfers.py",),
+        (
+            ("            del self._news[taker]\n", ""),
+            ("self._fetched[taker.fetching] -= 1", "pass"),
+        ),
+    ),
+    Group(
         "buffer/select",
         ("buffer/test_select.py",),
         (
