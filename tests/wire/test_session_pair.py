@@ -183,12 +183,12 @@ def test_one_thread_watches_all_sessions_and_ends_with_the_last(
     monkeypatch.setattr(session_module, "WATCH", watch)
 
     def watching() -> int:
-        return sum(t.name == "watch sessions" for t in threading.enumerate())
+        targets = [getattr(t, "_target", None) for t in threading.enumerate()]
+        return sum(getattr(target, "__self__", None) is watch for target in targets)
 
-    before = watching()  # of sessions of other tests
     limits = WireLimits(silence_s=1.0)
     pairs = [session_pair(sampler=f"s{n}", limits=limits) for n in range(8)]
-    assert watching() == before + 1
+    assert watching() == 1
     ended = queue.SimpleQueue[str]()
     pairs[3].sampler.on_end(ended.put)
     pairs[3].line.silence()
@@ -197,9 +197,9 @@ def test_one_thread_watches_all_sessions_and_ends_with_the_last(
     for pair in pairs:
         pair.close()
     end_s = time.monotonic() + WAIT_S
-    while watching() > before and time.monotonic() < end_s:
+    while watching() and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert watching() == before
+    assert watching() == 0
     again = session_pair(limits=limits)
-    assert watching() == before + 1
+    assert watching() == 1
     again.close()
