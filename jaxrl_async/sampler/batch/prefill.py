@@ -141,7 +141,8 @@ def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
     budget = min(budget, spec.total_slots * spec.max_length)
     if spec.cpu_attention:
         return [Sizes(rows, 1, tokens, width) for tokens in shapes.coarse_buckets(budget)]
-    rows = min(rows, sequences_in_a_call(width + spec.model.sinks))
+    if not spec.gpu_pages:
+        rows = min(rows, sequences_in_a_call(width + spec.model.sinks))
     return [Sizes(rows, 1, tokens, width) for tokens in shapes.filled_buckets(budget)]
 
 

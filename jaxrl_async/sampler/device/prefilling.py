@@ -143,7 +143,7 @@ def _attend_padded(
             cache.recent_pages(tables[:, g], starts, window, spec.page_tokens)[0]
             for g, window in enumerate(spec.windows)
         ]
-        before = cache.gather(kv, spec.kv_layout, near, spec.model.head_dim)
+        before = cache.gather(kv, spec.kv_layout, near, spec.model.cached_shape[2])
     sights = {window: _sight(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -166,7 +166,8 @@ def _attend_written(
     spec: EngineSpec, pages: list[Array], chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
     """Return attention that writes a layer's new tokens to its pages and reads them there, behind
-    those of the tokens before."""
+    those of the tokens before; layers with a window, whose pages have a part of the new tokens
+    alone, read these where they are."""
     assert chunk.cells is not None
     lengths, (written, offsets) = _without_padding(chunk), chunk.cells
     tables = jnp.minimum(jnp.asarray(chunk.tables), spec.pages - 1)
@@ -177,8 +178,9 @@ def _attend_written(
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
-        pages[a] = cache.written(pages[a], k, v, written[g], offsets)
-        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        before, scoring = pages[a], decoder.scoring_of(spec.model, spec.model.kinds[i])
+        pages[a] = cache.written(before, k, v, written[g], offsets)
+        new = (cache.cells_of(before, k, v),) if scoring.window else ()
         return kernel(
             q,
             pages[a],
@@ -188,6 +190,7 @@ def _attend_written(
             count,
             scoring,
             sinks[i],
+            *new,
         )
 
     return attend
