@@ -1,6 +1,7 @@
 """What the host has, without asking JAX, and freed memory given back to it."""
 
 import ctypes
+import os
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,27 @@ def host_memory() -> tuple[int, int]:
     for of_files in ("inactive_file", "active_file"):  # given up when memory is asked for
         used -= int(stat.get(of_files, 0))
     return min(total, limit), max(0, min(free, limit - used))
+
+
+GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Which share of each GPU JAX takes; newer versions also read it without the word PYTHON."""
+USUAL_GPU_SHARE = 0.75
+"""What JAX takes if the variable is not set."""
+
+
+def gpu_share() -> float:
+    """Return which share of each GPU's memory JAX gives to a process that starts with this
+    environment; what is no number JAX refuses itself."""
+    told = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(GPU_SHARE_VARIABLE)
+    try:
+        return float(told or USUAL_GPU_SHARE)
+    except ValueError:
+        return USUAL_GPU_SHARE
+
+
+def gpu_memory_is_taken_at_start() -> bool:
+    """Return whether JAX takes that share at once, or as it needs it."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
 
 
 def give_back_memory() -> None:

@@ -234,7 +234,8 @@ def kv_plan(
         keep_routing: whether it tells each token's experts.
     """
     sides, heads, width = spec.cached_shape
-    if uses_ragged(section.attention, mesh, spec) and device_of(mesh).platform != "gpu":
+    ragged, platform = uses_ragged(section.attention, mesh, spec), device_of(mesh).platform
+    if ragged and platform != "gpu":
         width = page_head_dim(width)
     each = sides * heads * width * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
@@ -250,6 +251,7 @@ def kv_plan(
         budget_bytes=None if mib is None else int(mib * 2**20),
         state_bytes=_state_bytes(spec),
         places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
+        copies=not ragged and platform != "cpu",  # a CPU's own kernel copies none
     )
 
 
