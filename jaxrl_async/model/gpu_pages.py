@@ -124,7 +124,7 @@ class Plan(NamedTuple):
 
     sequence: Array
     first: Array  # query, of all sequences' together
-    count: Array  # of queries; 0: the block has none
+    queries: Array  # how many; 0: the block has none
     position: Array  # of the first query in its sequence
     begin: Array  # position of the sequence's first query
 
@@ -282,13 +282,13 @@ def _kernel(
 ) -> None:
     given, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
     head_blocks = -(-group // tile.heads)
-    kv_head, part = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
+    kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
     block, split = pl.program_id(1), pl.program_id(2)
     sequence, first, count, position, begin = (plan_ref[block, i] for i in range(5))
 
     # rows: queries, and within each its heads
     row = jnp.arange(tile.rows)
-    in_group = part * tile.heads + row % tile.heads
+    in_group = head_block * tile.heads + row % tile.heads
     used = (row // tile.heads < count) & (in_group < group)
     query = jnp.where(used, first + row // tile.heads, q_ref.shape[0])  # of none: beyond the last
     head = kv_head * group + in_group
