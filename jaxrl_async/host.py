@@ -40,6 +40,8 @@ GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Which share of each GPU JAX takes; newer versions also read it without the word PYTHON."""
 USUAL_GPU_SHARE = 0.75
 """What JAX takes if the variable is not set."""
+LARGE_GPU_SHARE = 0.9
+"""Share from which on there is little more to give to JAX."""
 
 
 def gpu_share() -> float:
@@ -50,6 +52,18 @@ def gpu_share() -> float:
         return float(told or USUAL_GPU_SHARE)
     except ValueError:
         return USUAL_GPU_SHARE
+
+
+def more_of_a_gpu() -> str:
+    """Return a sentence, with a space behind it, on how JAX gets more of a GPU; "": it has nearly
+    all."""
+    share = gpu_share()
+    if share >= LARGE_GPU_SHARE:
+        return ""
+    return (
+        f"JAX takes {share:.0%} of each GPU: start with {GPU_SHARE_VARIABLE}=0.95 in the "
+        "environment if nothing else runs there. "
+    )
 
 
 def gpu_memory_is_taken_at_start() -> bool:
@@ -66,6 +80,11 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU is attached."""
+    return Path("/dev/nvidia0").exists()
 
 
 def has_tpu() -> bool:

@@ -24,6 +24,7 @@ from jaxrl_async.host import (
     TPU_FILES,
     gpu_memory_is_taken_at_start,
     gpu_share,
+    has_gpu,
     has_tpu,
     host_memory,
     version_of,
@@ -163,7 +164,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[tpu]'",
             )
         )
-    elif Path("/dev/nvidia0").exists():
+    elif has_gpu():
         findings.append(
             Finding(
                 "warning",

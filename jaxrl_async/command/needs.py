@@ -16,10 +16,10 @@ from jaxrl_async.config.schema import Config, each_of, name_of
 from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
-from jaxrl_async.host import host_memory
+from jaxrl_async.host import host_memory, more_of_a_gpu
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
-from jaxrl_async.run.builders.device_memory import more_of_a_gpu, sampler_bytes, trainer_bytes
+from jaxrl_async.run.builders.device_memory import sampler_bytes, trainer_bytes
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task

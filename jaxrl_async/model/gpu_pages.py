@@ -127,6 +127,7 @@ class Plan(NamedTuple):
     queries: Array  # how many; 0: the block has none
     position: Array  # of the first query in its sequence
     begin: Array  # position of the sequence's first query
+    end: Array  # position behind that of the last query; 0: the block has none, and reads nothing
 
 
 def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
@@ -139,14 +140,11 @@ def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seq
     sequence = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32).clip(0, S - 1)
     done = (block - (ends - blocks_of)[sequence]) * queries
     count = jnp.clip(lengths[sequence] - done, 0, queries)
+    count = jnp.where(block < ends[-1], count, 0)
     begin = (kv_lens - lengths)[sequence]
-    return Plan(
-        sequence,
-        cu_q_lens[sequence] + done,
-        jnp.where(block < ends[-1], count, 0),
-        begin + done,
-        begin,
-    )
+    position = begin + done
+    end = jnp.where(count > 0, position + count, 0)
+    return Plan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)
 
 
 def attend_pages(
@@ -284,7 +282,7 @@ def _kernel(
     head_blocks = -(-group // tile.heads)
     kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
     block, split = pl.program_id(1), pl.program_id(2)
-    sequence, first, count, position, begin = (plan_ref[block, i] for i in range(5))
+    sequence, first, count, position, begin, end = (plan_ref[block, i] for i in range(6))
 
     # rows: queries, and within each its heads
     row = jnp.arange(tile.rows)
@@ -359,7 +357,7 @@ def _kernel(
     def in_pages(places: Array, cell: Any) -> tuple[Any, ...]:
         return tables_ref[sequence, places // page_tokens], places % page_tokens, cell
 
-    low, end = jnp.int32(0), position + count
+    low = jnp.int32(0)
     if scoring.window:
         low = jnp.maximum(position + 1 - scoring.window, 0)
     none = jnp.full(tile.rows, UNSEEN, jnp.float32), jnp.zeros(tile.rows, jnp.float32)

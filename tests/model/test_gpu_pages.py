@@ -180,13 +180,16 @@ def test_each_query_is_in_one_block(lengths, most, counted) -> None:
     plan = PLANS(250, most, np.asarray(lengths, np.int32) + before, begins, np.asarray([counted]))
     found = [
         (int(s), int(first) + i, int(position) + i, int(begin))
-        for s, first, queries, position, begin in zip(*map(np.asarray, plan), strict=True)
+        for s, first, queries, position, begin, _ in zip(*map(np.asarray, plan), strict=True)
         for i in range(queries)
     ]
     assert found == [
         (s, begins[s] + i, before + i, before) for s in range(counted) for i in range(lengths[s])
     ]
     assert np.asarray(plan.queries).max() <= most
+    read = np.where(plan.queries, plan.position + plan.queries, 0)
+    assert (plan.end == read).all(), "where there are no queries no page is read"
+    assert (plan.end <= np.asarray(lengths)[plan.sequence] + before).all()
 
 
 @given(st.integers(1, 700))

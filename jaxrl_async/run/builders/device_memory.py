@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import resident_snapshots
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.host import GPU_SHARE_VARIABLE, gpu_share
+from jaxrl_async.host import more_of_a_gpu
 from jaxrl_async.mesh import Slices
 from jaxrl_async.model.frozen_base import base_bytes, form_of
 from jaxrl_async.model.lora import lora_of, trained_table
@@ -22,8 +22,6 @@ SMALLER = (
     "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to what there is, or "
     "take more devices."
 )
-GIVEN = 0.9
-"""Share of a GPU from which on there is little more to give to JAX."""
 
 
 def trainer_bytes(config: Config, spec: ModelSpec) -> float:
@@ -86,17 +84,6 @@ def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> Non
             f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
             f"{available / 2**30:,.1f} GiB. {more}{remedy}"
         )
-
-
-def more_of_a_gpu() -> str:
-    """Say how JAX gets more of a GPU; "": it has nearly all."""
-    share = gpu_share()
-    if share >= GIVEN:
-        return ""
-    return (
-        f"JAX takes {share:.0%} of each GPU: start with {GPU_SHARE_VARIABLE}=0.95 in the "
-        "environment if nothing else runs there. "
-    )
 
 
 def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
