@@ -34,12 +34,17 @@ UNSEEN = -1e30
 """Score of a key that must not be seen, and the largest of none: finite, so that none gives NaN."""
 LEAST = 16
 """Least rows and columns of a product on tensor cores."""
+LARGEST = 64
+"""Most rows, and most keys, of a product."""
+ROW_BYTES = 16 * 2**10
+"""Shared memory for the queries of a program; their sums are as large, or twice, in registers."""
+KEY_BYTES = 72 * 2**10
+"""Shared memory for its keys and values. A multiprocessor gives a program 99 KiB in all on an L4 or
+an RTX card, 163 on an A100 and 227 on an H100."""
 MANY_PROGRAMS = 256
 """Programs that keep a device busy: two for each of an H100's 132 multiprocessors, nearly."""
 MOST_SPLITS = 16
 """Programs among which the keys of one query are divided at most."""
-
-
 OLDEST = 8.0
 """Least compute capability for which XLA has Triton (Ampere)."""
 
@@ -67,37 +72,46 @@ def tiles(
     sequences: int,
     heads: int,
     kv_heads: int,
-    head_dim: int,
+    head_bytes: int,
     most_keys: int,
-    itemsize: int = 2,
+    sides: int = 2,
 ) -> Tiles:
     """Return what a program computes at once, for a call of these shapes; one query of each
     sequence (tokens == sequences) is a decode step.
 
-    The accumulator of a program is rows x head_dim of 4 bytes in registers: 32 KiB of 64 queries
-    with heads of 128, and of 16 with heads of 576.
+    Args:
+        tokens: queries of all sequences.
+        sequences: of the call.
+        heads: query heads.
+        kv_heads: that they share.
+        head_bytes: of one key.
+        most_keys: of a sequence.
+        sides: 1: keys are values.
 
-    >>> tiles(256, 256, 16, 8, 128, 2048)
+    >>> tiles(256, 256, 16, 8, 256, 2048)
     Tiles(queries=1, heads=2, rows=16, keys=64, splits=1, warps=4)
-    >>> tiles(4, 4, 16, 8, 128, 2048).splits, tiles(4, 4, 16, 8, 128, 128).splits
+    >>> tiles(4, 4, 16, 8, 256, 2048).splits, tiles(4, 4, 16, 8, 256, 128).splits
     (8, 1)
-    >>> tiles(2048, 64, 16, 8, 128, 2048).queries
+    >>> tiles(2048, 64, 16, 8, 256, 2048).queries
     32
     """
-    group = heads // kv_heads
-    wide = head_dim > 256
-    most_rows = LEAST if wide else 64
-    decodes = tokens == sequences
+    group, decodes = heads // kv_heads, tokens == sequences
+    most_rows = _size_of(ROW_BYTES, head_bytes)
     in_one = min(group, most_rows)
     queries = 1 if decodes else max(1, most_rows // _power_of_two(in_one))
     rows = max(LEAST, _power_of_two(queries * in_one))
-    keys = 64 if head_dim * itemsize <= 256 else 32
+    keys = _size_of(KEY_BYTES, 2 * sides * head_bytes)  # the next ones are read meanwhile
     splits = 1
     if decodes:
         programs = tokens * kv_heads * -(-group // in_one)
         wanted = _power_of_two(-(-MANY_PROGRAMS // programs))
         splits = max(1, min(wanted, MOST_SPLITS, most_keys // (4 * keys)))
-    return Tiles(queries, in_one, rows, keys, splits, 8 if wide else 4)
+    return Tiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
+
+
+def _size_of(most_bytes: int, each: int) -> int:
+    """Return how many rows, a power of 2 from LEAST to LARGEST, take so many bytes at most."""
+    return next(n for n in (LARGEST, 32, LEAST) if n * each <= most_bytes or n == LEAST)
 
 
 def _power_of_two(size: int) -> int:
@@ -228,7 +242,7 @@ def _on_a_device(
     G, C = kv_pages.shape[1:3]
     N = max(1, C // 2)
     S, width = page_indices.shape
-    tile = tiles(t, S, H, N, K, width * G, kv_pages.dtype.itemsize)
+    tile = tiles(t, S, H, N, K * kv_pages.dtype.itemsize, width * G, min(C, 2))
     plan = plan_of(t, tile.queries, kv_lens, cu_q_lens, num_seqs)
     head_blocks = -(-(H // N) // tile.heads)
     split = tile.splits > 1
