@@ -1,6 +1,7 @@
 """What the host has, without asking JAX, and freed memory given back to it."""
 
 import ctypes
+import os
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -35,6 +36,41 @@ def host_memory() -> tuple[int, int]:
     return min(total, limit), max(0, min(free, limit - used))
 
 
+GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Which share of each GPU JAX takes; newer versions also read it without the word PYTHON."""
+USUAL_GPU_SHARE = 0.75
+"""What JAX takes if the variable is not set."""
+LARGE_GPU_SHARE = 0.9
+"""Share from which on there is little more to give to JAX."""
+
+
+def gpu_share() -> float:
+    """Return which share of each GPU's memory JAX gives to a process that starts with this
+    environment; what is no number JAX refuses itself."""
+    told = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(GPU_SHARE_VARIABLE)
+    try:
+        return float(told or USUAL_GPU_SHARE)
+    except ValueError:
+        return USUAL_GPU_SHARE
+
+
+def more_of_a_gpu() -> str:
+    """Return a sentence, with a space behind it, on how JAX gets more of a GPU; "": it has nearly
+    all."""
+    share = gpu_share()
+    if share >= LARGE_GPU_SHARE:
+        return ""
+    return (
+        f"JAX takes {share:.0%} of each GPU: start with {GPU_SHARE_VARIABLE}=0.95 in the "
+        "environment if nothing else runs there. "
+    )
+
+
+def gpu_memory_is_taken_at_start() -> bool:
+    """Return whether JAX takes that share at once, or as it needs it."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
+
+
 def give_back_memory() -> None:
     """Return freed memory that malloc holds to the system.
 
@@ -44,6 +80,11 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU is attached."""
+    return Path("/dev/nvidia0").exists()
 
 
 def has_tpu() -> bool:

@@ -19,7 +19,16 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
-from jaxrl_async.host import TPU_FILES, has_tpu, host_memory, version_of
+from jaxrl_async.host import (
+    GPU_SHARE_VARIABLE,
+    TPU_FILES,
+    gpu_memory_is_taken_at_start,
+    gpu_share,
+    has_gpu,
+    has_tpu,
+    host_memory,
+    version_of,
+)
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
@@ -141,6 +150,8 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
     findings = [
         Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
     ]
+    if devices.platform == "gpu":
+        findings.append(_share_finding())
     if devices.platform != "cpu":
         return devices, findings
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
@@ -153,7 +164,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[tpu]'",
             )
         )
-    elif Path("/dev/nvidia0").exists():
+    elif has_gpu():
         findings.append(
             Finding(
                 "warning",
@@ -162,6 +173,16 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
             )
         )
     return devices, findings
+
+
+def _share_finding() -> Finding:
+    """Say how much of each GPU JAX takes, and when."""
+    how = "at its start" if gpu_memory_is_taken_at_start() else "as it is needed"
+    return Finding(
+        "ok",
+        f"JAX takes {gpu_share():.0%} of each GPU {how} ({GPU_SHARE_VARIABLE}, "
+        "XLA_PYTHON_CLIENT_PREALLOCATE): processes that share one need shares below 1 together",
+    )
 
 
 def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:

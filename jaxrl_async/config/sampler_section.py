@@ -45,8 +45,8 @@ class SamplerSection(Section):
     bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
     AVX512_VNNI). Log-probs then differ from the trainer's, most with int8."""
     attention: Literal["auto", "gathered", "ragged"] = "auto"
-    """Decode attention: dense on gathered pages, or TPU's ragged paged kernel; auto: by
-    platform."""
+    """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
+    GPU (ragged); auto: by platform and model."""
     cpu_kernels: bool = True
     """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a
     C++ compiler builds once per machine; without one, or if false, by XLA's."""

@@ -184,3 +184,16 @@ def test_devices_that_are_too_small_or_too_few_are_errors():
 def test_the_hosts_memory_is_at_most_what_it_has():
     total, free = host_memory()
     assert 0 < free <= total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
+    told = '{"platform": "gpu", "kind": "H100", "count": 1, "memory": 64000000000}'
+    monkeypatch.setattr(machine, "PROBE", f"print('{told}')")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+    devices, (_, share) = look_at_devices(60)
+    assert devices is not None and devices.memory == 64_000_000_000
+    assert share.level == "ok" and share.what.startswith("JAX takes 40% of each GPU at its start")
+    config = load("recipe:addition", ["sampler.slots=2"])
+    found = needs.needs_findings(config, Devices("gpu", "H100", 2, 1_000_000))
+    remedies = [f.remedy for f in found if f.what.startswith("memory of a")]
+    assert remedies and all("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in r for r in remedies)

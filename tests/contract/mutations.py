@@ -537,6 +537,20 @@ GROUPS = (
         ),
     ),
     Group(
+        "model/gpu_pages",
+        ("model/test_gpu_pages.py",),
+        (
+            ("visible &= places[None] > at[:, None] -", "visible &= places[None] >= at[:, None] -"),
+            ("jnp.maximum(position + 1 - scoring", "jnp.maximum(position + 2 - scoring"),
+            ("sums.total * shrunk +", "sums.total +"),
+            ("jnp.exp(largest - jnp.max(largest, axis=0))", "jnp.exp(largest - largest)"),
+            ("is_first = used & (split == 0)", "is_first = used"),
+            ("over(low, jnp.minimum(begin, end)", "over(low, jnp.minimum(end, end)"),
+            ("jnp.where(count > 0, position + count, 0)", "position + count"),
+            ("(2 * kv_head, 2 * kv_head + 1)", "(2 * kv_head, 2 * kv_head)"),
+        ),
+    ),
+    Group(
         "model/cache",
         ("model/test_windows.py::test_the_pages_of_a_window_hold_each_of_its_tokens",),
         (

@@ -31,6 +31,7 @@ from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import Session
+from jaxrl_async.run.builders.device_memory import check_sampler_fits
 from jaxrl_async.run.builders.samplers import (
     sampler_settings,
     sent_once,
@@ -72,6 +73,7 @@ class SamplerParts:
             one_thread=uses_one_thread(self.mesh, colocated=False),
             followers=followers,
         )
+        check_sampler_fits(self.config, self.spec, self.mesh)
         return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)
 
     def receiver(

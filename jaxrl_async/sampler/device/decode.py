@@ -156,7 +156,7 @@ def _context(
         recent_pages(tables[:, g, :context_pages], lengths, window, spec.page_tokens)[0]
         for g, window in enumerate(spec.windows)
     ]
-    return cache.gather(pages, spec.kv_layout, near, spec.model.head_dim, extra)
+    return cache.gather(pages, spec.kv_layout, near, spec.model.cached_shape[2], extra)
 
 
 def _take_over(
@@ -239,7 +239,9 @@ def _forward(
     weights = of_tokens(spec, weights, _running(spec, loop))
     keys, values = list(loop.kv.k), list(loop.kv.v)
     sinks = decoder.sinks_in(spec.model, weights.layers)
-    if spec.ragged:
+    if spec.gpu_pages:
+        attend = _attend_on_gpu(spec, loop, positions, keys, sinks)
+    elif spec.ragged:
         attend = _attend_pages(spec, loop, positions, keys, sinks)
     elif spec.cpu_attention:
         attend = _attend_on_cpu(spec, loop, (keys, values), sinks)
@@ -356,6 +358,33 @@ def _attend_pages(
                 )
             )
         return jnp.concatenate(outs)
+
+    return attend
+
+
+def _attend_on_gpu(
+    spec: EngineSpec,
+    loop: _Loop,
+    positions: Array,
+    pages: list[Array],
+    sinks: list[Array | None],
+) -> decoder.Attend:
+    """Return attention over the pages: each row writes into its own page, the kernel reads those
+    that the row sees."""
+    G, running = spec.page_tokens, _running(spec, loop)
+    written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
+    written = jnp.where(running[:, None], written, spec.pages)
+    tables = jnp.minimum(loop.tables, spec.pages - 1)
+    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+    rows = len(positions)
+    tokens = jnp.where(running, positions, 0) + 1  # a row that has ended reads one
+    each, count = jnp.arange(rows + 1, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        g, a = places[i]
+        pages[a] = cache.written(pages[a], k, v, written[:, g], positions % G)
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        return kernel(q, pages[a], tokens, tables[:, g], each, count, scoring, sinks[i])
 
     return attend
 

@@ -27,10 +27,11 @@ class EngineSpec:
     dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
     eight_bits: bool = False  # products of int8 with int8, by the CPU's own kernels
-    ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
+    ragged: bool = False  # decode on the pages: by a kernel for TPU or GPU, or a slow reference
     cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
     cpu_attention: bool = False  # decode on the pages, by a kernel of our own
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
+    on_gpu: bool | None = None  # the same
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
     room: AdapterRoom | None = None  # for adapters beside the base; None: for none
     keeps_routes: bool = False  # prefill and generate return each token's experts
@@ -38,9 +39,10 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        if self.on_tpu is None:
-            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-            object.__setattr__(self, "on_tpu", device.platform == "tpu")
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        for name, platform in (("on_tpu", "tpu"), ("on_gpu", "gpu")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, device.platform == platform)
         if self.layout is None:
             object.__setattr__(self, "layout", layout_of(self.model.kinds))
 
@@ -74,11 +76,23 @@ class EngineSpec:
         return self.ragged or self.cpu_attention
 
     @property
+    def gpu_pages(self) -> bool:
+        """Whether decoding reads the pages by the kernel for GPUs, which has all windows, heads and
+        sinks."""
+        return self.ragged and bool(self.on_gpu)
+
+    @property
+    def pads_pages(self) -> bool:
+        """Whether heads in pages are as wide as a TPU's register."""
+        return self.ragged and not self.on_gpu
+
+    @property
     def prefills_in_pages(self) -> bool:
-        """Whether prompts without images are prefilled on the pages, too: where these hold all
-        tokens that a prompt's later ones see, so not where windows hide some before it ends, and
-        no states are carried along."""
-        return self.ragged and not any(self.windows) and not self.model.delta
+        """Whether prompts without images are prefilled on the pages, too: where no states are
+        carried along, and on a TPU where the pages hold all tokens that a prompt's later ones see,
+        so not where windows hide some before it ends."""
+        sees_all = self.gpu_pages or not any(self.windows)
+        return self.ragged and sees_all and not self.model.delta
 
     @property
     def has_few_prefills(self) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.mesh import SAMPLER_RULES
-from jaxrl_async.model import decoder
+from jaxrl_async.model import decoder, gpu_pages
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
@@ -20,7 +20,10 @@ from jaxrl_async.sampler.device.sampling import AnyArray
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
-    """Return what attends to the pages themselves where EngineSpec.ragged: kernels.ragged_paged."""
+    """Return what attends to the pages themselves where EngineSpec.ragged, by the arguments of
+    kernels.ragged_paged."""
+    if spec.on_gpu:
+        return partial(gpu_pages.attend_pages, mesh=spec.mesh)
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
 
 

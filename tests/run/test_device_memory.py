@@ -1,0 +1,128 @@
+"""What a run keeps on its devices is added up, and refused with what to set where it cannot fit."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxrl_async.config.load import load
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.host import gpu_memory_is_taken_at_start, gpu_share
+from jaxrl_async.model.spec import ModelSpec, num_weights
+from jaxrl_async.run.builders.device_memory import (
+    check_devices_hold,
+    check_sampler_fits,
+    sampler_bytes,
+    trainer_bytes,
+)
+
+GIB = 2**30
+QWEN = [
+    "model.architecture={family: qwen3, layers: 28, width: 1024, heads: 16, kv_heads: 8, "
+    "head_dim: 128, mlp: 3072, tied: true, vocab: 151936}",
+    "model.dtype=bfloat16",
+    "sampler.max_length=2048",
+    "sampler.max_new_tokens=1536",
+    "sampler.slots=256",
+    "sampler.reserve=0.25",
+    "sampler.block=16",
+    "sampler.page_tokens=64",
+    "trainer.row_length=2048",
+    "trainer.micro_batch_tokens=4096",
+]
+"""Qwen3-0.6B."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+
+
+def a_run(kv_gib: float, *more: str):
+    config = load("recipe:addition", [*QWEN, f"sampler.kv_memory_mib={kv_gib * 1024}", *more])
+    shape = config.model.architecture
+    assert shape.vocab is not None
+    return config, ModelSpec.from_architecture(shape, shape.vocab)
+
+
+def slices_of(limit_gib: float, platform: str = "gpu", *, colocated: bool = True):
+    device = SimpleNamespace(
+        platform=platform,
+        compute_capability="9.0",
+        device_kind="H100",
+        memory_stats=lambda: {"bytes_limit": int(limit_gib * GIB)},
+    )
+    mesh = SimpleNamespace(devices=np.asarray([device]), size=1, shape={"tensor": 1})
+    return SimpleNamespace(colocated=colocated, sampler=mesh)
+
+
+def test_trainer_and_sampler_of_one_card_are_added_up() -> None:
+    """A weight takes 16 bytes for weights, gradient and AdamW in float32, and 2 in transfer; the
+    sampler has it twice in bfloat16 while new ones arrive; and logits of 256 rows and 320 slots."""
+    config, spec = a_run(24)
+    weights, logits = num_weights(spec), 4 * 151936 * (256 + 320)
+    assert 595e6 < weights < 597e6
+    assert trainer_bytes(config, spec) == 18 * weights
+    slices = slices_of(59.0)
+    kept = sampler_bytes(config, spec, slices.sampler)
+    assert 0 <= 4 * weights + 24 * GIB + logits - kept < 2 * GIB / 256, "but for a part of a page"
+    check_devices_hold(config, spec, slices)
+    least = (kept + 18 * weights) / GIB
+    check_devices_hold(config, spec, slices_of(least + 0.01))
+    with pytest.raises(ConfigError, match=r"24\.0 GiB of KV cache.*with 10\.0 GiB of the trainer"):
+        check_devices_hold(config, spec, slices_of(least - 0.01))
+    check_devices_hold(config, spec, slices_of(least - 0.01, colocated=False))
+
+
+def test_what_does_not_fit_says_how_jax_gets_more_of_the_card(monkeypatch) -> None:
+    config, spec = a_run(56)
+    with pytest.raises(ConfigError) as refused:
+        check_devices_hold(config, spec, slices_of(59.3))
+    told = str(refused.value)
+    assert "the mesh has 59.3 GiB" in told and "JAX takes 75% of each GPU" in told
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in told and "sampler.kv_memory_mib" in told
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    check_devices_hold(config, spec, slices_of(75.2))
+    with pytest.raises(ConfigError) as refused:
+        check_devices_hold(*a_run(70), slices_of(75.2))
+    assert "MEM_FRACTION" not in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        check_devices_hold(config, spec, slices_of(16, "tpu"))
+    assert "GPU" not in str(refused.value)
+
+
+def test_copies_of_pages_are_counted_where_decoding_works_on_them() -> None:
+    """The compiler's 56.5 GiB beside the logits: 256 rows of 2,048 columns and 16 of the block in
+    28 layers, 4 KiB each."""
+    config, spec = a_run(24, "sampler.attention=gathered")
+    with pytest.raises(ConfigError, match=r"56\.4 GiB of them copies of pages"):
+        check_sampler_fits(config, spec, slices_of(75.2).sampler)
+
+
+def test_a_reference_on_the_host_takes_nothing_of_the_devices() -> None:
+    config, spec = a_run(24, "algorithm.kl_coefficient=0.1")
+    away, _ = a_run(24, "algorithm.kl_coefficient=0.1", "trainer.offload=[reference]")
+    assert trainer_bytes(config, spec) - trainer_bytes(away, spec) == 4 * num_weights(spec)
+
+
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [
+        ({}, 0.75),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, 0.9),
+        ({"XLA_CLIENT_MEM_FRACTION": "much"}, 0.75),
+    ],
+)
+def test_the_share_of_a_gpu_is_what_jax_reads(told, share, monkeypatch) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert gpu_share() == share
+
+
+def test_whether_it_is_taken_at_the_start_is_what_jax_reads(monkeypatch) -> None:
+    assert gpu_memory_is_taken_at_start()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert not gpu_memory_is_taken_at_start()
