@@ -141,8 +141,8 @@ def requests(vocab: int, prompts: list[int], answers: list[int]) -> list[Any]:
 
 
 def mismatch(spec: Any, params: Any, wishes: list[Any], answers: list[Any]) -> dict[str, Any]:
-    """Return how far the sampler's log-probs of its tokens are from the trainer's in packed rows, both
-    in bfloat16, and how far each is from the reference in float32, nats.
+    """Return how far the sampler's log-probs of its tokens are from the trainer's in packed rows,
+    both in bfloat16, and how far each is from the reference in float32, nats.
 
     Wrong is a sampler that is much farther from the reference than bfloat16 takes the trainer.
     """
