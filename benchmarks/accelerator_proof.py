@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE.parent))  # the checkout need not be installed
 from jaxrl_async.host import has_tpu  # noqa: E402
 from jaxrl_async.keeper import kill_session  # noqa: E402
 
-TINY_MOST = 3.0
+TINY_MOST = 6.0
 """Limits of tiny stages, of a stage's own: two cores compile more slowly than a card's machine."""
 SHORTEST_S = 20.0
 """A stage is not begun with less time, seconds: JAX alone takes half of it to start."""

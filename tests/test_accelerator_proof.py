@@ -148,10 +148,10 @@ def test_a_kernel_that_ignores_windows_is_found(proof, tmp_path, monkeypatch):
     parity.attention(work)
     found = {f["finding"]: f["ok"] for f in proof.findings_in(tmp_path)}
     assert found == {
-        "attention, heads of 64": True,
-        "attention, heads of 64, window 12": False,
-        "attention, heads of 256": True,
-        "attention, heads of 256, window 12": False,
+        "attention auto, heads of 64": True,
+        "attention auto, heads of 64, window 12": False,
+        "attention auto, heads of 256": True,
+        "attention auto, heads of 256, window 12": False,
     }
 
 

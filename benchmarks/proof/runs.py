@@ -90,12 +90,12 @@ def two(work: Work) -> None:
         left = (deadline - SPARE_S) * (number + 1) / 2 - (deadline - work.left_s)
         settings = [
             *ADDITION, *steps, "mesh.samplers_in=elsewhere", f"remote.transfer={transfer}",
-            "remote.wait_s=60",
+            "remote.wait_s=90",
         ]  # fmt: skip
         with Run(work, name, *settings, env=share, within_s=left) as started:
             words = [sys.executable, "-m", "jaxrl_async.sample", "--join", str(started.folder)]
             sampler = subprocess.Popen(
-                [*words, "--once", "--wait", "60"],
+                [*words, "--once", "--wait", "90"],
                 stdout=sys.stdout.fileno(),
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **share},
