@@ -33,6 +33,9 @@ def check_fits(record: Any) -> None:
 def _check(kind: Any) -> Check:
     """Make the check of a type as it is written in a record."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    named = getattr(kind if origin is None else origin, "__value__", None)
+    if named is not None:  # NumPy 2.5's NDArray, from Python 3.12 on
+        return _check(named if origin is None else named[args])
     if kind is Any:
         return lambda value: None
     if origin in (typing.Union, types.UnionType):
