@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, spec_for
+from jaxrl_async.mesh import divided, spec_for, trainer_rules
 from jaxrl_async.model.layout import Layout, natural
 from jaxrl_async.model.sink_pages import LANES, page_head_dim, refuse_sinks, with_sinks
 
@@ -374,7 +374,7 @@ def per_shard(
         layout, (T, H) = Layout(mesh), q_BTHK.shape[1:3]
         ways = layout.ways(T)
         axes = ("batch", "length" if ways > 1 else None, "heads", "head_dim")
-        heads = spec_for(q_BTHK.shape, axes, mesh, TRAINER_RULES)
+        heads = spec_for(q_BTHK.shape, axes, mesh, trainer_rules())
         rows = PartitionSpec(*heads[:2])
         copies = kv_copies(H, k_BTNK.shape[2], mesh.shape["tensor"])
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTNK, v_BTNK))
@@ -388,14 +388,10 @@ def per_shard(
             positions = layout.order(T).reshape(ways, -1)
             one, spec = part.prepare(local_heads, positions, mesh, scoring)
             local, constants, of_constants = _gathering(part, ways, scoring), (one,), (spec,)
-        run = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(heads, heads, heads, rows, *of_constants, *of_sinks),
-            out_specs=heads,
-            check_vma=False,  # a pallas_call does not say over which axes its result varies
-        )
-        return run(q_BTHK, k, v, segment_ids_BT, *constants, *sinks)
+        in_specs = (heads, heads, heads, rows, *of_constants, *of_sinks)
+        run = divided(local, mesh, in_specs, heads)
+        out: Array = run(q_BTHK, k, v, segment_ids_BT, *constants, *sinks)
+        return out
 
     return sharded
 
