@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -48,6 +48,12 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
 
 tokens: rows and lengths flattened into one axis, in the order of model/layout.py; looked_up: the
 same while the embedding's columns are sharded over fsdp."""
+
+IN_SLICE_RULES: dict[str, str | tuple[str, ...] | None] = {
+    name: tuple(a for a in axes if a != "data") if isinstance(axes, tuple) else axes
+    for name, axes in TRAINER_RULES.items()
+}
+"""The trainer's rules where each part of the axis data computes by itself (`by_slice`)."""
 
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
@@ -316,6 +322,62 @@ def spec_for(
         else:
             entries.append(None)
     return PartitionSpec(*entries)
+
+
+def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -> Any:
+    """Return a function run by each part of the axis data on its own part of some arguments.
+
+    What it computes crosses no slice, so nothing that the other axes divide changes: inside, the
+    mesh has no axis data (`trainer_rules`, `placement`, `divided`). Its results get an axis in
+    front, one entry for each part.
+
+    Args:
+        function: what is computed.
+        mesh: a trainer's.
+        in_axes: for each argument "data", if its first axis is divided; None: every part has it.
+    """
+
+    def one(*given: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], function(*given))
+
+    specs = tuple(PartitionSpec(*([axis] if axis else [])) for axis in in_axes)
+    return jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
+def is_in_slice() -> bool:
+    """Return whether what is traced is computed by each part of the axis data (`by_slice`)."""
+    return "data" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def trainer_rules() -> Rules:
+    """Return how the trainer shards logical axes where this is traced."""
+    return IN_SLICE_RULES if is_in_slice() else TRAINER_RULES
+
+
+def placement(mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Return a sharding on a trainer's mesh, for what is traced here."""
+    return spec if is_in_slice() else NamedSharding(mesh, spec)
+
+
+def devices_here(mesh: Mesh) -> int:
+    """Return over how many devices what is traced here is divided."""
+    return mesh.size // (mesh.shape["data"] if is_in_slice() else 1)
+
+
+def divided(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    """Return a function run by each device on its own parts, of the mesh or of its slice."""
+    where: dict[str, Any] = {"mesh": mesh}
+    if is_in_slice():
+        where = {"axis_names": set(mesh.axis_names) - {"data"}}
+    # a pallas_call does not say over which axes its result varies
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
 
 
 def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:

@@ -101,15 +101,16 @@ class ModelSection(Section):
     updates below bfloat16's resolution."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
     """What the backward pass recomputes: nothing, each layer, each layer except attention (keeps
-    splash's results on TPUs: 2 bytes per query, token and layer), or everything but matrix products
-    (dots)."""
+    the kernels' results on TPUs and GPUs: 2 bytes per query, token and layer), or everything but
+    matrix products (dots)."""
     lora: LoraSection = LoraSection()
     """Train an adapter of low rank instead of all weights."""
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
-    attention: Literal["auto", "reference", "splash", "cudnn"] = "auto"
-    """The trainer's attention: plain JAX (reference), TPU's splash or NVIDIA's cuDNN; auto: by
-    platform."""
+    attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
+    """The trainer's attention: plain JAX (reference, all scores of a row in memory), TPU's splash,
+    NVIDIA's cuDNN (Hopper and later, bfloat16, no caps, no sinks) or kernels of our own for any
+    model on NVIDIA (flash); auto: by platform and model."""
 
 
 class WeightsSection(Section):

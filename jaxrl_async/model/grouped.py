@@ -5,7 +5,8 @@
     to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU a kernel that ships with JAX
 
 XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
-work: so the gradient is written down here.
+work: so the gradient is written down here. On GPUs it does so with all three, which are kernels of
+our own there (gpu_grouped.py).
 """
 
 from functools import partial
@@ -17,10 +18,13 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
 
+from jaxrl_async.model.gpu_grouped import grouped_product_on_gpu, matrices_gradient_on_gpu
+
 TILE_ROWS = 256
 """Rows in a tile of the kernel; a tile that two groups share is computed twice."""
 TILE_INPUTS, TILE_OUTPUTS = 512, 1024
 """Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
+FORWARD: DotDimensionNumbers = (((1,), (1,)), ((), ()))
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
@@ -37,8 +41,30 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> A
         sizes: [E] int32, rows of each group; rows behind them all give 0.
         dtype: of the result.
     """
-    product = jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)
-    return product.astype(dtype)
+    return _by_platform(rows, matrices, sizes, dtype, turned=False)
+
+
+def _by_platform(rows: Array, matrices: Array, sizes: Array, dtype: Any, *, turned: bool) -> Array:
+    """Multiply each row with its group's matrix; turned: [E, F, D]."""
+    out: Array = jax.lax.platform_dependent(
+        rows,
+        matrices,
+        sizes,
+        cuda=partial(grouped_product_on_gpu, dtype=dtype, turned=turned),
+        default=partial(_by_xla, dtype=dtype, turned=turned),
+    )
+    return out
+
+
+def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: bool) -> Array:
+    numbers = RaggedDotDimensionNumbers(
+        dot_dimension_numbers=TO_ROWS if turned else FORWARD,
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return jax.lax.ragged_dot_general(
+        rows, matrices, sizes, numbers, preferred_element_type=jnp.float32
+    ).astype(dtype)
 
 
 def _forward(
@@ -52,19 +78,16 @@ def _backward(
 ) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     cotangent = cotangent.astype(rows.dtype)
-    to_rows = jax.lax.ragged_dot_general(
-        cotangent,
-        matrices,
-        sizes,
-        RaggedDotDimensionNumbers(
-            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-        ),
-        preferred_element_type=jnp.float32,
-    )
+    to_rows = _by_platform(cotangent, matrices, sizes, rows.dtype, turned=True)
     to_matrices = jax.lax.platform_dependent(
-        rows, cotangent, sizes, tpu=matrices_gradient_on_tpu, default=_matrices_gradient
+        rows,
+        cotangent,
+        sizes,
+        tpu=matrices_gradient_on_tpu,
+        cuda=matrices_gradient_on_gpu,
+        default=_matrices_gradient,
     )
-    return to_rows.astype(rows.dtype), to_matrices.astype(matrices.dtype), None
+    return to_rows, to_matrices.astype(matrices.dtype), None
 
 
 grouped_product.defvjp(_forward, _backward)

@@ -643,6 +643,30 @@ GROUPS = (
         (("return placed(scores.reshape(-1), tokens.segment_ids), after", "return scores, after"),),
     ),
     Group(
+        "model/gpu_flash",
+        (
+            "model/test_gpu_flash.py::test_a_segment_ends_where_its_last_token_is_and_padding_sees_itself",
+            "model/test_gpu_flash.py::test_blocks_that_see_nothing_of_each_other_are_left_out",
+        ),
+        (
+            ("constant_values=True), places + 1, T)", "constant_values=True), places, T)"),
+            ("keys + block > earliest - how", "keys > earliest - how"),
+        ),
+    ),
+    Group(
+        "model/gpu_packed",
+        ("model/test_gpu_packed.py::test_offsets_say_where_each_run_begins_and_how_long_it_is",),
+        (
+            ("(number < most)", "(number < most - 3)"),
+            ("starts[:, 1:] >= 0, starts[:, 1:], T)", "starts[:, 1:] >= 0, starts[:, 1:], T - 1)"),
+        ),
+    ),
+    Group(
+        "model/gpu_grouped",
+        ("model/test_grouped.py::test_tiles_have_each_row_of_a_group_once",),
+        (("(tile - (last - counts)[group])", "(tile - last[group])"),),
+    ),
+    Group(
         "model/moe",
         (
             "model/test_moe.py::test_a_correction_and_groups_change_who_is_chosen",
