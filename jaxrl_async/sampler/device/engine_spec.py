@@ -39,10 +39,14 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        for name, platform in (("on_tpu", "tpu"), ("on_gpu", "gpu")):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, device.platform == platform)
+        given = {"tpu": self.on_tpu, "gpu": self.on_gpu}
+        there = next((name for name, is_there in given.items() if is_there), None)
+        if there is None and None in given.values():
+            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+            there = device.platform
+        for name, is_there in given.items():
+            if is_there is None:
+                object.__setattr__(self, f"on_{name}", there == name)
         if self.layout is None:
             object.__setattr__(self, "layout", layout_of(self.model.kinds))
 
