@@ -139,7 +139,8 @@ def _mapping_check(arg: Any) -> Check:
 def _array_check(kind: Any) -> Check:
     """Check the kind of numbers, not their size: engines keep log-probs and KV in several."""
     scalar = typing.get_origin(kind) or kind
-    family = next(f for f in (np.signedinteger, np.floating, np.bool_) if issubclass(scalar, f))
+    kinds = (np.signedinteger, np.unsignedinteger, np.floating, np.bool_)
+    family = next(f for f in kinds if issubclass(scalar, f))
 
     def check(value: Any) -> str | None:
         if type(value) is not np.ndarray:
