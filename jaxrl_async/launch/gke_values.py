@@ -17,6 +17,8 @@ from jaxrl_async.wire.secret import SECRET_VARIABLE
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, HEALTH_VARIABLE)
 """Variables that the manifests or GKE set: names, or their beginnings."""
+MOST_LETTERS = 63
+"""Longest name of a pod's host."""
 TAKEN = ("config", "shm", "runs")
 """Volumes of the manifests."""
 
@@ -226,6 +228,15 @@ class Values(Section):
                 '"$(openssl rand -hex 32)", then join_secret: {name: '
                 f"{self.name}-join, key: secret}}."
             )
+        if self.samplers is not None:
+            role = self.samplers
+            numbers = (role.most or role.replicas) - 1, role.tpu.hosts - 1
+            longest = "{}-sampler-{}-sampler-0-{}-12345".format(self.name, *numbers)  # of a pod
+            if (over := len(longest) - MOST_LETTERS) > 0:
+                raise ValueError(
+                    f"name is too long, by {over}: the pods of its samplers would have names "
+                    f"of more than {MOST_LETTERS}, which Kubernetes does not take. Shorten it."
+                )
         queued = [role for role in self.roles if role.capacity == "queued"]
         if any(self.queue_of(role) is None for role in queued):
             raise ValueError("capacity=queued needs queue: a Kueue LocalQueue. Set it.")

@@ -641,6 +641,7 @@ def samplers(**fields):
         ({"samplers": SAMPLERS}, "kubectl create secret generic one-join"),
         ({"join_secret": {"name": "a", "key": "b"}}, "set samplers and join_secret, or neither"),
         (samplers(replicas=0), "samplers.replicas"),
+        ({"name": "a" * 36, **samplers(replicas=2)}, "name is too long, by 1"),
         (samplers(replicas=2, least=3), "between samplers.least (3)"),
         (samplers(replicas=4, most=3), "and samplers.most (3)"),
         ({"restart_job": True}, "restart_job is not a value"),
