@@ -466,6 +466,8 @@ BROKEN = {
         "reward": {"function": {"exact": {"weight": 2}}},
     },
     "folders_that_are_written_are_on_this_machine": {"run": {"dir": "gs://bucket/runs"}},
+    "traced_steps_are_made": {"run": {"profile": (2, 2)}},
+    "jetstream_draws_in_one_way": {"sampler": {"engine": "jetstream"}},  # eval.temperature
     "a_copy_goes_to_an_address": {"run": {"copy_to": "s3://key:secret@bucket/runs"}},
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
