@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxrl_async.codec import ML_DTYPES
 from jaxrl_async.types import Completion, Partial
@@ -29,6 +30,11 @@ def check_fits(record: Any) -> None:
         raise ValueError(f"{kind.__name__}{wrong}")
 
 
+ARRAY_ALIAS = typing.get_origin(NDArray[np.int32])
+"""np.ndarray itself or, from NumPy 2.5 on Python 3.12, the alias NDArray, whose argument is that of
+the dtype."""
+
+
 @lru_cache(maxsize=1024)
 def _check(kind: Any) -> Check:
     """Make the check of a type as it is written in a record."""
@@ -43,6 +49,8 @@ def _check(kind: Any) -> Check:
         return _mapping_check(args[1])
     if origin is np.ndarray:
         return _array_check(typing.get_args(args[1])[0])
+    if origin is ARRAY_ALIAS:
+        return _array_check(args[0])
     if dataclasses.is_dataclass(kind):
         return _record_check(typing.cast(type, kind))
     if kind is float:  # a whole number may have been given
