@@ -245,6 +245,7 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 
 BESIDE = {
+    "sampler.engine=jetstream": ["eval.temperature=1"],
     "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
