@@ -25,6 +25,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_mem
 from jaxrl_async.host import has_gpu, more_of_a_gpu
 from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.guarded_stream import guarded_output
+from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
@@ -79,6 +80,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
             print(dump(whole), end="")
             return 0
         told.enter_context(guarded_output())
+        told.enter_context(health_endpoint())
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
         told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)

@@ -73,7 +73,7 @@ def package_findings() -> Iterator[Finding]:
         yield Finding(
             "warning",
             "jaxrl_async is used without being installed, so its packages cannot be compared",
-            "pip install -c constraints.txt -e .",
+            f"pip install -c {constraints_file()} -e .",
         )
         return
     needed = [one for one in asked if one.marker is None]
@@ -88,6 +88,12 @@ def package_findings() -> Iterator[Finding]:
                 yield wrong
     missing = f"; not installed: {', '.join(sorted(absent - there))}" if absent - there else ""
     yield Finding("ok", f"extras: {', '.join(sorted(there)) or 'none'}{missing}")
+
+
+def constraints_file() -> str:
+    """Return the name of the file with the versions that are tested on this Python."""
+    minor = min(max(sys.version_info.minor, 11), 13)
+    return "constraints.txt" if minor == 11 else f"constraints-3.{minor}.txt"
 
 
 SHOWN = (

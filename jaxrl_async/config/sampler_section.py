@@ -11,9 +11,13 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
 class SamplerSection(Section):
-    engine: Literal["ours", "vllm"] = "ours"
-    """What draws tokens: the sampler of this package, or vLLM servers (engine_urls), which need
+    engine: Literal["native", "jetstream", "vllm"] = "native"
+    """What draws tokens: the sampler of this package, an engine of JetStream's interface
+    (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
     mesh.samplers_in=elsewhere."""
+    engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")
+    """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
+    null: this package's own behind that interface."""
     engine_urls: tuple[str, ...] = ()
     """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they serve nobody
     else."""

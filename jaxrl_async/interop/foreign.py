@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
@@ -55,6 +57,7 @@ class _Running:
     waiter: Waiter
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    ended: bool = False  # by the engine, which draws nothing more for it
 
     @property
     def stopped(self) -> bool:
@@ -64,15 +67,16 @@ class _Running:
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self.stopped or len(self.tokens) >= self.request.max_new_tokens
+        return self.ended or self.stopped or len(self.tokens) >= self.request.max_new_tokens
 
 
 class ForeignSampler(Living):
     """A ports.Replica and ports.Generate over any JetStream engine, which a thread of its own
     drives.
 
-    Temperature, top-k and the like are the engine's own: a request that asks for others is served
-    all the same, with one warning. Requests cannot be saved: their random numbers are the engine's.
+    Temperature, top-k and the like are the engine's own. If they are known (`sampling`), a request
+    that asks for others is refused; else it is served all the same, with one warning. Requests
+    cannot be saved: their random numbers are the engine's.
     """
 
     seed: int | None = None  # it continues no Partial
@@ -88,6 +92,9 @@ class ForeignSampler(Living):
         weights: WeightSource = FIXED_WEIGHTS,
         version: int = 0,
         to_params: Callable[[Params], Params] = lambda params: params,
+        sampling: SamplingParams | None = None,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        name: str = "foreign",
     ) -> None:
         """Take the engine; the first request starts the thread. Raises MissingExtraError.
 
@@ -97,17 +104,23 @@ class ForeignSampler(Living):
             weights: Where new weights come from.
             version: Of the first weights.
             to_params: Converts what the weight source gives to what the engine takes.
+            sampling: By which the engine draws all requests; None: nobody knows.
+            device_lock: Held while the engine computes, where it shares devices.
+            name: Of the thread.
         """
         engine_api()
         params = engine.load_params() if params is None else params
         self.engine, self.weights, self._to_params = engine, weights, to_params
-        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="foreign")
+        self._sampling, self._device_lock, self._name = sampling, device_lock, name
+        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=name)
         self.loop = ForeignLoop(
             engine,
             self.lifetime,
             weights,
             to_params,
             ForeignWeights(params=params, version=version),
+            device_lock,
+            warns=sampling is None,
         )
         self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
         weights.attach(self.lifetime.wake)
@@ -174,6 +187,9 @@ class ForeignSampler(Living):
                 weights=source,
                 version=weights.version,
                 to_params=self._to_params,
+                sampling=self._sampling,
+                device_lock=self._device_lock,
+                name=self._name,
             )
             if update is not None:
                 source.live(update.version)
@@ -230,7 +246,25 @@ class ForeignSampler(Living):
                     "engine has random numbers of its own. Submit its request, which begins again "
                     "at the prompt."
                 )
-        return [checked_request(r, room, answer_fits=False) for r in requests]
+        checked = [checked_request(r, room, answer_fits=False) for r in requests]
+        for request in checked:
+            if problem := self._not_served(request):
+                raise RolloutError(
+                    f"request {request.request_id!r}: {problem}, which an engine of JetStream's "
+                    "interface cannot serve. Leave it out, or use sampler.engine=native."
+                )
+        return checked
+
+    def _not_served(self, request: Request) -> str | None:
+        """Return what a request asks for that the interface has no words for; None: nothing."""
+        if self._sampling is not None and request.sampling != self._sampling:
+            return f"sampling is {request.sampling}, and the engine draws by {self._sampling}"
+        asked = {
+            f"adapter is {request.adapter!r}": bool(request.adapter),
+            "forced_length is set": request.forced_length is not None,
+            "extras (sampling masks, experts) are asked for": request.extras,
+        }
+        return next((what for what, is_so in asked.items() if is_so), None)
 
     def _queue(
         self,
@@ -265,8 +299,13 @@ class ForeignLoop:
         source: WeightSource,
         to_params: Callable[[Params], Params],
         weights: ForeignWeights,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        *,
+        warns: bool = True,
     ) -> None:
-        """Begin with these weights; to_params: see ForeignSampler."""
+        """Begin with these weights; to_params and device_lock: see ForeignSampler. warns: of a
+        request that asks for another sampling than the default."""
+        self._device_lock = device_lock
         self._engine, self._lifetime, self._source = engine, lifetime, source
         self._to_params, self.drawn_from = to_params, weights
         self.queue: WaitingQueue[_Running] = WaitingQueue()
@@ -274,7 +313,8 @@ class ForeignLoop:
         self.state: Any = None  # the engine's decode state, made by the thread
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
-        self._warned = False
+        self._warned = not warns
+        self._ended_at: float | None = None  # the last step, if nothing runs: the thread idles
 
     def step(self) -> float | None:
         """Play one step of the engine; return how long to sleep after it (Lifetime), None at
@@ -286,18 +326,25 @@ class ForeignLoop:
         on failure    a prompt that the engine cannot prefill fails alone; any other exception fails
                       all requests, and `ForeignSampler.error` keeps it
         """
+        began = time.perf_counter()
+        idle_s, self._ended_at = began - (self._ended_at or began), None
         try:
             if self._lifetime.closed:
                 self.fail_all(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
                 return None
-            if self.state is None:
-                self.state = self._engine.init_decode_state()
             self._take_weights()
             self._drop_cancelled()
-            self._fill()
-            if self._running:
-                self._generate()
+            with self._device_lock:
+                if self.state is None:
+                    self.state = self._engine.init_decode_state()
+                self._fill()
+                result = self._generated() if self._running else None
+            if result is not None:
+                self._take_in(result)
             self.stats = replace(self.stats, in_flight=len(self._running), waiting=len(self.queue))
+            ended = time.perf_counter()
+            self.stats = self.stats.plus(busy_s=ended - began, idle_s=idle_s)
+            self._ended_at = None if self._running else ended
         except BaseException as error:
             self.blamed = frozenset(r.request.request_id for r in self._running.values())
             self._lifetime.fail(error)
@@ -376,14 +423,19 @@ class ForeignLoop:
         self.stats = replace(self.stats, failed=self.stats.failed + 1)
         resolve([(running.waiter, error)])
 
-    def _generate(self) -> None:
-        """Draw the next tokens of every slot, and answer the requests that have ended."""
+    def _generated(self) -> Any:
+        """Draw the next tokens of every slot; return JetStream's ResultTokens on the host."""
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
-        result = result.convert_to_numpy()
+        return result.convert_to_numpy()
+
+    def _take_in(self, result: Any) -> None:
+        """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
         drawn = sum(count for _, count in each)
         aside = sum(count for request, count in each if not request.for_training)
         now = time.perf_counter()
+        for running, (_, count) in zip(self._running.values(), each, strict=True):
+            running.ended = running.ended or count == 0
         done = {slot: running for slot, running in self._running.items() if running.done}
         for slot in done:
             del self._running[slot]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_async.codec import Bytes
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
 PROTOCOL = 4
@@ -138,6 +139,23 @@ class Leaving:
     partials: tuple[Partial, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A step of the trainer begins of which the sampler takes a trace, or it ends (run.profile)."""
+
+    step: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """The trace that a sampler has taken during a step."""
+
+    step: int
+    files: Mapping[str, Bytes]  # by metrics.profiles.SUFFIXES
+    error: str = ""  # why there are none
+
+
 # ---- weights
 
 
@@ -234,6 +252,8 @@ MESSAGES: tuple[type, ...] = (
     Died,
     Leave,
     Leaving,
+    Profile,
+    Profiled,
     Offer,
     Staged,
     Torn,

@@ -155,6 +155,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
+        eventually(lambda: bad.pair.sampler.ended)  # it hears of that later than the trainer
         assert "did not reach bad in 3 tries" in bad.pair.sampler.ended
         assert "the line is broken" in bad.pair.sampler.ended
         assert side.counted() == {
@@ -172,6 +173,7 @@ def test_a_silent_transfer_is_offered_anew_and_then_given_up(monkeypatch):
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
+        eventually(lambda: silent.pair.sampler.ended)
         assert "not done within 0.05 s" in silent.pair.sampler.ended
         assert len(silent.fetching.sources) == 1 + 3
 

@@ -42,7 +42,7 @@ def check_engines(config: Config, spec: ModelSpec) -> None:
 
     Raises ConfigError, which names the server and says what to do.
     """
-    if config.sampler.engine == "ours":
+    if config.sampler.engine != "vllm":
         return
     if jax.process_count() > 1:
         raise ConfigError(
