@@ -19,7 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
-from jaxrl_async.host import TPU_FILES, has_tpu, host_memory, version_of
+from jaxrl_async.host import TPU_FILES, has_nvidia, has_tpu, host_memory, version_of
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
@@ -71,6 +71,14 @@ def package_findings() -> Iterator[Finding]:
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
     shown = [f"{name} {version_of(name)}" for name in SHOWN if version_of(name)]
     yield Finding("ok", ", ".join(shown))
+    jax = version_of("jax")
+    for plugin in CUDA_PLUGINS:
+        if (own := version_of(plugin)) not in ("", jax):
+            yield Finding(
+                "error",
+                f"{plugin} is {own}, and jax is {jax}: JAX uses no plugin of another version",
+                f"pip install '{plugin}=={jax}'",
+            )
     there, absent = set[str](), set[str]()
     for one in asked:
         if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
@@ -107,6 +115,7 @@ ACCELERATORS = {
     "cuda13": "jax-cuda13-plugin",
 }
 """What the extras of jax bring."""
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def _wrong_version(one: Requirement, level: Any) -> Finding | None:
@@ -138,6 +147,8 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
         return None, [_no_devices(error)]
     devices = Devices(told["platform"], told["kind"], told["count"], told["memory"])
     each = f" with {gib(devices.memory)} each" if devices.memory else ""
+    if devices.memory and devices.platform in ("gpu", "cuda"):
+        each += ", the share that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION; 0.75 if it is not set)"
     findings = [
         Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
     ]
@@ -153,7 +164,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[tpu]'",
             )
         )
-    elif Path("/dev/nvidia0").exists():
+    elif has_nvidia():
         findings.append(
             Finding(
                 "warning",
