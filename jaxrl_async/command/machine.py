@@ -147,8 +147,6 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
         return None, [_no_devices(error)]
     devices = Devices(told["platform"], told["kind"], told["count"], told["memory"])
     each = f" with {gib(devices.memory)} each" if devices.memory else ""
-    if devices.memory and devices.platform in ("gpu", "cuda"):
-        each += ", the share that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION; 0.75 if it is not set)"
     findings = [
         Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
     ]

@@ -14,9 +14,9 @@ a card together) are those of NVIDIA's data sheets: nvidia.com/data-center/h100 
 a100 (SXM, 80 GB), hgx (B200), l4, which has PCIe 4.0 x16 alone. Memory is what CUDA tells, a little
 less than the card has: H100, A100 and B200 as openxla.org's device descriptions have it
 (github.com/openxla/xla, xla/backends/gpu/target_config/specs), H200 and L4 as PyTorch reports it in
-its messages of too little memory (139.8 and 22.03 GiB). The network out of a host is a card's own
-NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of the 100 Gb/s of Google Cloud's
-g2-standard-96 for L4. All read November 2026.
+its messages of too little memory (139.8 and 22.03 GiB; nvidia-smi shows 22.49 of L4). The network
+out of a host is a card's own NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of
+the 100 Gb/s of Google Cloud's g2-standard-96 for L4. All read November 2026.
 
 Of a card's memory JAX takes the share that XLA_PYTHON_CLIENT_MEM_FRACTION says, 0.75 if it is not
 set, and programs may have no more than that: see memory_share.
@@ -32,9 +32,9 @@ GIB = 2**30
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables by which JAX takes a share of a card's memory; the second is the older
 name."""
-PLANNED_SHARE = 0.9
+PLANNED_SHARE = 0.95
 """Share of a card's memory that a plan gives to programs, unless the environment says another: what
-is left is for CUDA's context, the code of libraries, and the buffers of NCCL."""
+is left is for CUDA, its libraries, and the buffers of NCCL."""
 JAX_SHARE = 0.75
 """The share that JAX takes unless it is told another."""
 
@@ -157,7 +157,7 @@ def memory_share() -> float:
             share = 0.0
         if not 0 < share <= 1:
             raise ConfigError(
-                f"{name}={text} is no share of a card's memory: give one such as 0.9."
+                f"{name}={text} is no share of a card's memory: give one such as 0.95."
             )
         return share
     return PLANNED_SHARE

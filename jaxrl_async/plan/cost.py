@@ -43,8 +43,8 @@ ATTENTION_PRODUCTS = {
 KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """Targets of custom calls that are Pallas kernels."""
 CUDNN_ATTENTION = "__cudnn$fmha"
-GROUPED = ("ragged-dot", "tgmm")
-"""How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
+GROUPED = ("ragged-dot", "tgmm", "grouped_")
+"""How the names of the experts' products begin: XLA's, and kernels of TPUs and of cards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@ described to it, without a driver, cuBLAS or cuDNN.
 
 What it cannot do there, and a run can:
 
-    kernels are not timed to choose among them (xla_gpu_autotune_level=0): products are Triton's
-    with the compiler's own blocks, never cuBLAS', whose workspace (32 MiB on Hopper) is not planned
-    either cuDNN's graphs are not built: attention by cuDNN is one call, with a workspace of 0 bytes
-    command buffers (CUDA graphs) are made later
+- Kernels are not timed to choose among them (xla_gpu_autotune_level=0): products are Triton's with
+  the compiler's own blocks, never cuBLAS', whose workspace (32 MiB on Hopper) is not planned.
+- cuDNN's graphs are not built: attention by cuDNN is one call, with a workspace of 0 bytes.
+- Command buffers (CUDA graphs) are made later.
 
 The plugin is used in a process whose JAX_PLATFORMS is cpu (ENVIRONMENT, set before JAX starts): JAX
 would otherwise look for a driver.

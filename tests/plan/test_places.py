@@ -208,7 +208,7 @@ def test_cards_are_launched_with_their_share_of_memory_and_no_manifest(tmp_path)
     assert not (tmp_path / "values.yaml").exists()
     commands = [line for line in lines if not line.startswith("#")]
     assert len(commands) == 2
-    assert all(c.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python") for c in commands)
+    assert all(c.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python") for c in commands)
     assert "6 times" in lines[2]
 
 
