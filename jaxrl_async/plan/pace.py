@@ -16,9 +16,8 @@ project, and no source gives Triton's for these shapes. An H100 reaches about 0.
 largest products, less in smaller ones.
 """
 BYTES_SHARE = 0.8
-"""Assumed share of a card's bandwidth that kernels reach that only move memory: 0.9 is seen of
-copies
-of a gigabyte on an H100, less of what a layer moves."""
+"""Assumed share of a card's bandwidth that kernels reach that only move memory. An H100 reaches 0.9
+in copies of a gigabyte."""
 TALK = ("all-", "reduce-scatter", "collective-", "async-")
 """How opcodes of communication begin, whose time is counted apart."""
 LAUNCH_S = 2e-6
