@@ -231,9 +231,10 @@ def test_all_programs_of_a_run_on_one_card_are_compiled_and_kept(tmp_path):
     gradient, decode = programs["gradient"], programs["decode"]
     attention = {k["name"]: k["flops"] for k in gradient["cost"]["kernels"]}
     assert any(re.match("cudnn|flash", n) and flops for n, flops in attention.items()), attention
-    weights = 2 * (128 * 4 * 128 + 2 * 128 * 128 + 3 * 128 * 256) + 1024 * 128
-    again = 4 - 1024 * 128 / weights  # each layer's products twice forward, twice backward
-    assert gradient["cost"]["flops"] == pytest.approx(2 * again * weights * 1024, rel=0.15)
+    layers, head = 2 * (4 * 128 * 256 + 3 * 128 * 256), 128 * 1024
+    # Forward, backward twice; layers are computed again unless XLA sees that it need not, the head is
+    least, most = (2 * 1024 * (times * layers + 4 * head) for times in (3, 4))
+    assert least * 0.99 < gradient["cost"]["flops"] < most * 1.01
     assert decode["temp_bytes"] < 2**25 and gradient["temp_bytes"] < 2**28
     assert "memory of a card, GiB" in done.stdout and "of 75.15" in done.stdout
     assert "JAX takes 0.75 of a card, which is enough here" in done.stdout
