@@ -12,6 +12,7 @@ The plugin is used in a process whose JAX_PLATFORMS is cpu (ENVIRONMENT, set bef
 would otherwise look for a driver.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuBLAS, cuDNN and others need not be there
     "TF_CPP_MIN_LOG_LEVEL": "2",  # warnings of a driver that is not found
 }
+ASKED_BY_TRITON = "jax._src.pallas.triton.gpu_info"
+"""The module that tells kernels in Pallas' Triton their card, by default the one that is there."""
 CUDNN = (9, 12, 0)
 """The version of cuDNN that programs are compiled for."""
 
@@ -147,7 +150,7 @@ def card_devices(where: Slice) -> list[Any]:
     """Return the cards of a slice as the plugin describes them. Raises ConfigError."""
     from jax.experimental import topologies
 
-    _prepare()
+    _prepare(DEVICES[where.chip.generation][0])
     hosts, cards = where.shape
     try:
         topology = topologies.get_topology_desc(
@@ -161,11 +164,14 @@ def card_devices(where: Slice) -> list[Any]:
     return list(topology.devices)
 
 
-def _prepare() -> None:
-    """Have JAX lower programs for cards although there is none."""
+def _prepare(kind: str) -> None:
+    """Have JAX lower programs for cards of this kind although there is none."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
+    if importlib.util.find_spec(ASKED_BY_TRITON):  # from jax 0.12 on
+        asked = importlib.import_module(ASKED_BY_TRITON)
+        asked.get_device_kind, asked.get_device_platform = lambda: kind, lambda: "gpu"
     original = xla_bridge.canonicalize_platform
     if getattr(original, "knows_cards", False):
         return

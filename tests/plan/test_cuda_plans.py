@@ -232,7 +232,7 @@ def test_all_programs_of_a_run_on_one_card_are_compiled_and_kept(tmp_path):
     attention = {k["name"]: k["flops"] for k in gradient["cost"]["kernels"]}
     assert any(re.match("cudnn|flash", n) and flops for n, flops in attention.items()), attention
     layers, head = 2 * (4 * 128 * 256 + 3 * 128 * 256), 128 * 1024
-    # Forward, backward twice; layers are computed again unless XLA sees that it need not, the head is
+    # Forward, backward twice, and the head again; layers again unless XLA sees that it need not
     least, most = (2 * 1024 * (times * layers + 4 * head) for times in (3, 4))
     assert least * 0.99 < gradient["cost"]["flops"] < most * 1.01
     assert decode["temp_bytes"] < 2**25 and gradient["temp_bytes"] < 2**28
