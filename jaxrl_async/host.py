@@ -10,6 +10,10 @@ TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 """Below /dev on a host with TPU chips."""
 
 
+NVIDIA_FILES = ("nvidiactl", "nvidia0", "dxg")
+"""One of them is below /dev on a host with NVIDIA's driver; the last under Windows' Linux."""
+
+
 def version_of(package: str) -> str:
     """Return the version of an installed package; "": it is not installed."""
     try:
@@ -82,12 +86,12 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def has_gpu() -> bool:
-    """Return whether an NVIDIA GPU is attached."""
-    return Path("/dev/nvidia0").exists()
-
-
 def has_tpu() -> bool:
     """Return whether TPU chips are attached, of a generation that this version of JAX knows or
     not."""
     return any(chain.from_iterable(Path("/dev").glob(pattern) for pattern in TPU_FILES))
+
+
+def has_nvidia() -> bool:
+    """Return whether NVIDIA's driver is there, so that JAX's CUDA plugin can be of use."""
+    return any((Path("/dev") / name).exists() for name in NVIDIA_FILES)

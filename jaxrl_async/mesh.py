@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import math
 import os
+import pkgutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config import schema
 from jaxrl_async.config.processes import mesh_devices_per_process
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.host import has_tpu
+from jaxrl_async.host import has_nvidia, has_tpu
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +68,27 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
 Along the other axes of its mesh, devices repeat the same work."""
 
 
-def skip_absent_tpu() -> None:
-    """Keep JAX from starting libtpu, which logs many errors, on a host without any accelerator.
+def skip_absent_accelerators() -> None:
+    """Keep JAX from starting libtpu, which logs many errors, and the CUDA plugin, which logs its
+    own
+    failure, on a host without any accelerator: either may be there for its compiler alone.
 
-    Without effect if JAX_PLATFORMS names a platform or JAX has found chips.
+    Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
+    are plugins of others.
     """
-    plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
+    plugins = _plugins()
+    others = any(not name.startswith("xla_cuda") for name in plugins)
+    cards = bool(plugins) and has_nvidia()
     asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
-    if not (plugins or asked or has_tpu()):
+    if not (others or cards or asked or has_tpu()):
         jax.config.update("jax_platforms", "cpu")
+
+
+def _plugins() -> list[str]:
+    """Return the names of JAX's plugins for devices that are installed."""
+    found = importlib.util.find_spec("jax_plugins")
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    return [module.name for module in pkgutil.iter_modules(places)]
 
 
 def have_threads_for_collectives() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
-from jaxrl_async.host import has_gpu, more_of_a_gpu
+from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
             if print_exception():
                 return 1
             raise
-        more = more_of_a_gpu() if has_gpu() else ""
+        more = more_of_a_gpu() if has_nvidia() else ""
         print(
             f"out of memory: {error}\n{more}Lower sampler.slots, or give --mesh more devices.",
             file=sys.stderr,

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
-from jaxrl_async.host import has_gpu, more_of_a_gpu
+from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
@@ -103,7 +103,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         return distributed.leave(1)
     except Exception as error:
         if is_out_of_memory(error):
-            more = more_of_a_gpu() if has_gpu() else ""
+            more = more_of_a_gpu() if has_nvidia() else ""
             print(f"out of memory: {str(error)[:200]}\n{more}{SMALLER}", file=sys.stderr)
         elif not print_exception():
             if not distributed.is_shared():

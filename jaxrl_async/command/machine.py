@@ -24,7 +24,7 @@ from jaxrl_async.host import (
     TPU_FILES,
     gpu_memory_is_taken_at_start,
     gpu_share,
-    has_gpu,
+    has_nvidia,
     has_tpu,
     host_memory,
     version_of,
@@ -80,6 +80,14 @@ def package_findings() -> Iterator[Finding]:
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
     shown = [f"{name} {version_of(name)}" for name in SHOWN if version_of(name)]
     yield Finding("ok", ", ".join(shown))
+    jax = version_of("jax")
+    for plugin in CUDA_PLUGINS:
+        if (own := version_of(plugin)) not in ("", jax):
+            yield Finding(
+                "error",
+                f"{plugin} is {own}, and jax is {jax}: JAX uses no plugin of another version",
+                f"pip install '{plugin}=={jax}'",
+            )
     there, absent = set[str](), set[str]()
     for one in asked:
         if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
@@ -122,6 +130,7 @@ ACCELERATORS = {
     "cuda13": "jax-cuda13-plugin",
 }
 """What the extras of jax bring."""
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def _wrong_version(one: Requirement, level: Any) -> Finding | None:
@@ -170,7 +179,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[tpu]'",
             )
         )
-    elif has_gpu():
+    elif has_nvidia():
         findings.append(
             Finding(
                 "warning",

@@ -1,8 +1,10 @@
-"""python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64: does it fit?
+"""python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64 | h100-8: does it
+fit?
 
-Compiles a run's programs with the real TPU compiler, on any machine, for slices that need not
-exist, and reports what HBM holds, what takes time, and how fast trainer and samplers are together.
-Nothing runs on a device, and no weights are loaded. Compiled programs are cached (--cache).
+Compiles a run's programs with the real compiler of TPUs, or of NVIDIA cards, on any machine, for
+slices and cards that need not exist, and reports what their memory holds, what takes time, and how
+fast trainer and samplers are together. Nothing runs on a device, and no weights are loaded.
+Compiled programs are cached (--cache).
 
 Exit codes: 0 it fits; 1 it does not, or something failed; 2 a bad command line or configuration.
 """
@@ -22,7 +24,8 @@ from pathlib import Path
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError, MeshError, MissingExtraError
-from jaxrl_async.plan.chips import Slice, parse_chips, parse_slice
+from jaxrl_async.plan import cuda
+from jaxrl_async.plan.chips import Chip, Slice, parse_chips, parse_slice
 from jaxrl_async.plan.lengths import assumed, read_lengths
 
 COMPILER_ENV = {
@@ -58,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         samplers = parse_chips(name) if name else None
         longest = config.sampler.max_new_tokens
         lengths = read_lengths(Path(args.lengths), longest) if args.lengths else assumed(longest)
-        _check_compiler()
-        os.environ |= COMPILER_ENV
+        os.environ |= _compiler_env(trainer.chip, samplers[0] if samplers else trainer.chip)
         if args.cache:
             os.environ["JAXRL_ASYNC_CACHE"] = args.cache
         # Loaded late, so that the environment is set before JAX starts.
@@ -95,8 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology",
         required=True,
-        help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; what trainer and samplers divide "
-        "unless mesh.samplers_in=elsewhere",
+        help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; or NVIDIA cards: h100-8, or "
+        "h100:2x8 (hosts and the cards of each); what trainer and samplers divide unless "
+        "mesh.samplers_in=elsewhere",
     )
     parser.add_argument(
         "--num-slices",
@@ -147,12 +150,23 @@ def _samplers_of(config: Config, trainer: Slice) -> str | None:
     return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"
 
 
-def _check_compiler() -> None:
+def _compiler_env(trainer: Chip, sampler: Chip) -> dict[str, str]:
+    """Return the environment that the compiler needs. Raises ConfigError, and MissingExtraError
+    where there is none."""
+    if trainer.is_card != sampler.is_card:
+        raise ConfigError(
+            f"--topology has {trainer.generation} and --sampler-topology {sampler.generation}: a "
+            "plan is of TPUs or of NVIDIA cards. Plan each side with samplers of its own kind."
+        )
+    if trainer.is_card:
+        cuda.check_compiler()
+        return cuda.environment()
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError(
             "libtpu, the TPU compiler, is not installed (it needs no TPU): pip install "
             f"'jax[tpu]=={version('jax')}'"
         )
+    return COMPILER_ENV
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxrl_async.config.load import dump, load
 from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.launch.gke import run_config
 from jaxrl_async.launch.gke_values import load_values
-from jaxrl_async.plan.chips import Slice, parse_slice
+from jaxrl_async.plan.chips import FRACTIONS, Slice, memory_share, parse_slice
 from jaxrl_async.plan.pipeline import Histogram
 from jaxrl_async.plan.plan import Plan, at_split, plan_run
 
@@ -104,11 +104,14 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     load(file)
     if config.mesh.samplers_in != "elsewhere":
         devices = config.mesh.trainer.num_devices
+        share = f"{FRACTIONS[1]}={memory_share():g} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices
         return [
             f"# {devices} devices train and {more} sample, on {_host(plan)}",
-            f"python -m jaxrl_async.train {file}",
+            f"{share}python -m jaxrl_async.train {file}",
         ]
+    if plan.trainer.where.chip.is_card:
+        return _commands_of_cards(file, plan)
     values = folder / VALUES_FILE
     tree = _values(config, plan)
     values.write_text(yaml.safe_dump(tree, sort_keys=False, width=100), encoding="utf-8")
@@ -124,6 +127,19 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
         f"# and on each host of the slices of {plan.num_samplers} samplers "
         f"({plan.sampler.where.topology})",
         f"python -m jaxrl_async.sample --join TRAINER:{PORT}",
+    ]
+
+
+def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
+    """Return the commands for hosts with NVIDIA cards; the manifests for GKE are of TPUs alone."""
+    share = f"{FRACTIONS[1]}={memory_share():g}"
+    return [
+        "# with one JAXRL_ASYNC_SECRET on all machines: on each host of the trainer's cards "
+        f"({plan.trainer.where.topology}),",
+        f"{share} python -m jaxrl_async.train {file} remote.listen=0.0.0.0:{PORT}",
+        f"# and {plan.num_samplers} times, each with cards of its own (CUDA_VISIBLE_DEVICES; "
+        f"{plan.sampler.where.topology})",
+        f"{share} python -m jaxrl_async.sample --join TRAINER:{PORT}",
     ]
 
 

@@ -12,7 +12,7 @@ from jaxrl_async.config.seats_section import frozen_models, resident_snapshots
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
-from jaxrl_async.plan.chips import Chip, Slice, is_slice
+from jaxrl_async.plan.chips import FRACTIONS, GIB, JAX_SHARE, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.cost import BETWEEN_SLICES
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
@@ -26,7 +26,7 @@ from jaxrl_async.plan.programs import (
     check,
     holds_reference,
     lowered,
-    pass_columns_of,
+    own_passes,
     reference,
     runs_reference,
     spec_of,
@@ -217,7 +217,7 @@ def make_plan(
         ),
         lengths=lengths,
         checkpoint_bytes=_checkpoint_bytes(config, spec),
-        notes=_notes(config),
+        notes=(*_notes(config), *_card_notes(places.trainer.chip, trainer.memory, sampler.memory)),
     )
 
 
@@ -406,6 +406,8 @@ def learning_of(
         + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
         + side.timings["cast"].estimate_s
     )
+    if passes := own_passes(config):
+        step_s += passes * micro_batches * side.timings["logprobs"].estimate_s
     squares = full * attended_length(spec, config.longest_example)
     flops = learning_flops(spec, full, squares, lora_of(spec, config.model.lora))
     flops += flops_of_lengths(spec, full, squares) if runs_reference(config) else 0
@@ -608,14 +610,33 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
     return float(num_in(table) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
+def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
+    """Say of a plan for NVIDIA cards what its numbers are, and what the run needs to be told."""
+    if not card.is_card:
+        return ()
+    share = card.usable_bytes / card.memory_bytes
+    if max(m.total_bytes for m in sides) <= JAX_SHARE * card.memory_bytes:
+        needed = f"JAX takes {JAX_SHARE:g} of a card, which is enough here"
+    else:
+        needed = (
+            f"set {FRACTIONS[1]}={share:g} where trainer and samplers start: JAX takes "
+            f"{JAX_SHARE:g} of a card otherwise, which is not enough here"
+        )
+    return (
+        f"memory: the compiler's own figures for this card, at most {share:g} of its "
+        f"{card.memory_bytes / GIB:.1f} GiB; {needed}. Workspaces of cuBLAS and cuDNN are not "
+        "counted.",
+        "times: arithmetic, of FLOPs and bytes in the compiled programs "
+        "(jaxrl_async/plan/pace.py); the compiler gives none, and no card was measured.",
+    )
+
+
 def _notes(config: schema.Config) -> tuple[str, ...]:
     """List the parts of the run that the plan leaves out."""
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": "proximal_logprobs" in pass_columns_of(config),
         "the reward model's pass": config.reward.model is not None,
-        "the reference's own pass": "reference_logprobs" in pass_columns_of(config),
     }
     missing = [name for name, there in left_out.items() if there]
     return (f"not planned: {', '.join(missing)}.",) if missing else ()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from jaxrl_async.plan.chips import GIB
+from jaxrl_async.plan.chips import GIB, Slice
 from jaxrl_async.plan.compiled import Compiled
 from jaxrl_async.plan.hbm import Memory
 from jaxrl_async.plan.plan import BetweenSlices, Plan, Side, Together, at_split
@@ -28,11 +28,11 @@ def choice_text(plan: Plan) -> str:
     """Say which split is written out."""
     chips = f"{plan.trainer.where.num_chips} + {plan.num_samplers * plan.sampler.where.num_chips}"
     assert plan.together is not None, "it fits"
-    outcome = plan.together.outcome
+    outcome, word = plan.together.outcome, plan.trainer.where.chip.word
     if outcome is None:
-        return f"as configured: {plan.trainer.where.num_chips} chips, for both sides"
+        return f"as configured: {plan.trainer.where.num_chips} {word}s, for both sides"
     rate = outcome.trained_tokens_per_s
-    return f"the best split that fits: {chips} chips, simulated {rate:,.0f} answer tokens/s"
+    return f"the best split that fits: {chips} {word}s, simulated {rate:,.0f} answer tokens/s"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -86,23 +86,25 @@ def _side_json(side: Side) -> dict[str, Any]:
 
 def _side(name: str, side: Side, plan: Plan) -> list[str]:
     count = f"{plan.num_samplers} x " if name == "sampler" else ""
+    word = side.where.chip.word
     lines = [
         f"{name}: {count}{side.where.name} ({side.where.topology})",
-        *_memory(side.memory),
-        "  program      chip time   roofline  TFLOP   HBM GB  compiled in",
+        *_memory(side.memory, word),
+        f"  program      {word} time   roofline  TFLOP   HBM GB  temp GiB  compiled in",
     ]
     for program in side.programs:
         lines += _program(program, side.timings.get(program.name))
     return lines
 
 
-def _memory(memory: Memory) -> list[str]:
+def _memory(memory: Memory, word: str) -> list[str]:
     share = memory.total_bytes / memory.usable_bytes
-    word = "fits" if memory.fits else "DOES NOT FIT"
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    what = "memory" if word == "card" else "HBM"
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
     return [
-        f"  HBM of a chip, GiB: {memory.total_bytes / GIB:.2f} of {memory.usable_bytes / GIB:.2f} "
-        f"({share:.0%}, most in {memory.moment}): {word}",
+        f"  {what} of a {word}, GiB: {memory.total_bytes / GIB:.2f} of "
+        f"{memory.usable_bytes / GIB:.2f} ({share:.0%}, most in {memory.moment}): {verdict}",
         *(f"    {value / GIB:7.2f}  {kind}" for kind, value in kinds),
     ]
 
@@ -118,7 +120,7 @@ def _program(program: Compiled, time: Timing | None) -> list[str]:
     when = f"{program.compile_s:.0f} s" + (" (kept)" if program.cached else "")
     lines = [
         f"  {program.name:<11} {_time(time.estimate_s):>10} {_time(time.roofline_s):>10} "
-        f"{flops / 1e12:6.1f} {cost.num_bytes / 1e9:8.1f}  {when}"
+        f"{flops / 1e12:6.1f} {cost.num_bytes / 1e9:8.1f} {program.temp_bytes / GIB:9.2f}  {when}"
     ]
     lines += [
         f"      {c.kind} over {c.axes} ({c.group}): {c.num_bytes / 1e9:.2f} GB sent, "
@@ -154,21 +156,21 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
         f"            a step's time: {of_decode}",
         f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole, plan.num_samplers)}",
         *_between(whole.between_slices),
-        _rate(whole),
+        _rate(plan, whole),
         f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
     ]
     if whole.splits:
-        lines += _splits(whole, plan.trainer.where.num_chips)
+        lines += _splits(whole, plan.trainer.where)
     return [*lines, *(f"  {note}" for note in plan.notes)]
 
 
-def _rate(whole: Together) -> str:
+def _rate(plan: Plan, whole: Together) -> str:
     """Say how fast both sides are together."""
     outcome = whole.outcome
     if outcome is None:
         return (
             f"  in turns  {whole.in_turns_tokens_per_s:,.0f} answer tokens/s: both sides compute "
-            "on the same chips"
+            f"on the same {plan.trainer.where.chip.word}s"
         )
     return (
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
@@ -205,9 +207,13 @@ def _between(slices: BetweenSlices | None) -> list[str]:
     ]
 
 
-def _splits(whole: Together, now: int) -> Iterable[str]:
-    """Describe the splits; now: the trainer's chips as configured."""
-    yield "  splits of the same chips, trainer + samplers (answer tokens/s of the slower side):"
+def _splits(whole: Together, where: Slice) -> Iterable[str]:
+    """Describe the splits; where: the trainer's slice as configured."""
+    now = where.num_chips
+    yield (
+        f"  splits of the same {where.chip.word}s, trainer + samplers (answer tokens/s of the "
+        "slower side):"
+    )
     shown = [s for n, s in enumerate(whole.splits) if n < 3 or s.trainer_chips == now]
     for number, split in enumerate(shown):
         mark = "  <- as configured" if split.trainer_chips == now else ""

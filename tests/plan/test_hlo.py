@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_async.plan.chips import CHIPS
 from jaxrl_async.plan.cost import cost_of, group_axes, parse_groups
 from jaxrl_async.plan.hlo import arrays_of, bytes_of, parse, trip_count
+from jaxrl_async.plan.pace import pace_of
 
 MESH = {"data": 2, "fsdp": 4}
 
@@ -18,7 +20,7 @@ def compiled(function, *arguments):
 
 
 def cost(program, mesh=MESH, **more):
-    return cost_of(parse(program.as_text()), mesh, **more)
+    return cost_of(parse(program.as_text()), mesh, pace_of(CHIPS["v5e"]), **more)
 
 
 def test_shapes_of_tuples_and_layouts_are_read():
@@ -92,7 +94,7 @@ ENTRY %main (n: s32[], a: f32[4,4]) -> f32[4,4] {
   ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), branch_computations={%other, %one}
 }
 """
-    assert cost_of(parse(text), {"fsdp": 1}).flops == 2 * 4**3
+    assert cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).flops == 2 * 4**3
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ ENTRY %main (m: s8[1,16,16], q: {queries}, k: {keys}) -> {queries} {{
         f"operand_layout_constraints={{s8[1,16,16]{{2,1,0}}, {queries}{{}}, {keys}{{}}, {keys}{{}},"
         " s32[8192,128]{1,0}, s32[8,8192]{1,0}}",
     )
-    (kernel,) = cost_of(parse(text), {"fsdp": 1}).kernels
+    (kernel,) = cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).kernels
     assert kernel.flops == flops
     assert (kernel.length, kernel.width) == arrays_of(keys)[0][1][-2:]
 
@@ -137,7 +139,7 @@ ENTRY %main (x: {x}, w: {matrices}) -> {out} {{
 """.replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
         "LAYOUTS", f"operand_layout_constraints={{s32[33]{{0}}, {x}{{1,0}}, {matrices}{{2,1,0}}}}"
     )
-    (kernel,) = cost_of(parse(text), {"fsdp": 2, "expert": expert}).kernels
+    (kernel,) = cost_of(parse(text), {"fsdp": 2, "expert": expert}, pace_of(CHIPS["v5e"])).kernels
     own = rows / expert
     assert kernel.flops == 2 * own * 2048 * 768
     wanted = own * (4 * 768 + 2 * 2048) + used * 2 * 2048 * 768
@@ -185,7 +187,9 @@ ENTRY %main (x: bf16[8192,4096,1], w: bf16[8,4096,128]) -> bf16[8192,8,128] {
   ROOT %c = bf16[8192,8,128]{2,0,1} convolution(%x, %w), WINDOW, dim_labels=bf0_0io->b0f
 }
 """.replace("WINDOW", "window={size=8 pad=7_7 rhs_reversal=1}")
-    assert cost_of(parse(text), {"fsdp": 1}).flops == 2 * 8192 * 4096 * 8 * 128
+    assert (
+        cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).flops == 2 * 8192 * 4096 * 8 * 128
+    )
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,18 @@ def test_a_divided_host_needs_no_values_file(tmp_path):
     assert load(tmp_path / "config.yaml") == config
 
 
+def test_cards_are_launched_with_their_share_of_memory_and_no_manifest(tmp_path):
+    from jaxrl_async.plan.launch_files import write_launch_files
+
+    config = load(ROOT / "configs/plans/qwen3_8b_v6e_32.yaml")
+    lines = write_launch_files(tmp_path, config, planned("h100-8", "h100-4", 6))
+    assert not (tmp_path / "values.yaml").exists()
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(commands) == 2
+    assert all(c.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python") for c in commands)
+    assert "6 times" in lines[2]
+
+
 def test_a_split_that_no_axis_can_take_is_refused():
     from jaxrl_async.errors import ConfigError
     from jaxrl_async.plan.launch_files import split_config

@@ -281,7 +281,7 @@ def test_less_kv_memory_is_advised_by_the_setting_that_is_too_much():
     from jaxrl_async.plan.advice import advice
     from jaxrl_async.plan.hbm import Memory
 
-    where = SimpleNamespace(num_devices=8)
+    where = SimpleNamespace(num_devices=8, chip=CHIPS["v5e"])
     kinds = {"KV cache": 4.0 * 2**30}
     side = SimpleNamespace(
         memory=Memory(kinds=kinds, moment="decode", usable_bytes=2.0 * 2**30), where=where
@@ -307,7 +307,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
         kinds = {name: n * 2**30 for name, n in given.items()}
         side = SimpleNamespace(
             memory=Memory(kinds=kinds, moment="update", usable_bytes=1.0),
-            where=SimpleNamespace(num_devices=1),
+            where=SimpleNamespace(num_devices=1, chip=CHIPS["v5e"]),
         )
         fine = SimpleNamespace(
             memory=Memory(kinds={}, moment="decode", usable_bytes=1.0), where=side.where

@@ -23,7 +23,7 @@ from jaxrl_async.mesh import (
     Slices,
     ask_for_cpu_devices,
     have_threads_for_collectives,
-    skip_absent_tpu,
+    skip_absent_accelerators,
 )
 from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
@@ -46,7 +46,7 @@ def claim_devices(config: Config) -> None:
     be too many to emulate: make_slices reports that. Raises MeshError if arrays keep a backend that
     has too few.
     """
-    skip_absent_tpu()
+    skip_absent_accelerators()
     if config.mesh.samplers_in == "processes":
         leave_devices_to_samplers(config.mesh)
     if config.mesh.num_devices > MAX_CPU_DEVICES:

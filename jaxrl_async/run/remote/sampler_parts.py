@@ -21,7 +21,7 @@ from jaxrl_async.mesh import (
     check_collective,
     have_threads_for_collectives,
     make_mesh,
-    skip_absent_tpu,
+    skip_absent_accelerators,
     spans_processes,
 )
 from jaxrl_async.model.frozen_base import form_of
@@ -171,7 +171,7 @@ def check_code(welcome: Welcome, secret: bytes) -> None:
 def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     """Ask JAX's CPU backend, before its first use, for this process's part of a slice; without
     effect if an accelerator is the default backend."""
-    skip_absent_tpu()
+    skip_absent_accelerators()
     needed = math.prod(axes.values())
     if needed > 1:
         have_threads_for_collectives()

@@ -87,6 +87,13 @@ class OfferRelay:
         else:
             self._trainer.send(message)
 
+    def send_now(self, message: Any) -> bool:
+        """See ports.Session."""
+        if not isinstance(message, Staged | Torn | Live):
+            return self._trainer.send_now(message)
+        self.send(message)
+        return True
+
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session."""
         if kind is Offer:

@@ -1,0 +1,41 @@
+"""How long an instruction of a compiled program takes, seconds. Pure functions.
+
+The TPU's compiler says it, in cycles. The compiler for NVIDIA cards does not: there it is
+arithmetic, the longer of products at PRODUCT_SHARE of the peak and bytes at BYTES_SHARE of the
+bandwidth, and LAUNCH_S for each kernel.
+"""
+
+from collections.abc import Callable
+
+from jaxrl_async.plan.chips import Chip
+from jaxrl_async.plan.hlo import Instruction
+
+PRODUCT_SHARE = 0.7
+"""Assumed share of a card's peak that products of matrices reach; nothing was measured by this
+project, and no source gives Triton's for these shapes. An H100 reaches about 0.8 of it in cuBLAS'
+largest products, less in smaller ones.
+"""
+BYTES_SHARE = 0.8
+"""Assumed share of a card's bandwidth that kernels reach that only move memory. An H100 reaches 0.9
+in copies of a gigabyte."""
+TALK = ("all-", "reduce-scatter", "collective-", "async-")
+"""How opcodes of communication begin, whose time is counted apart."""
+LAUNCH_S = 2e-6
+"""Assumed time from one kernel to the next, seconds, in a command buffer (CUDA graph)."""
+
+Pace = Callable[[Instruction, float, float], float]
+"""Function of an instruction, its FLOPs in products of matrices, and the bytes it moves."""
+
+
+def pace_of(chip: Chip) -> Pace:
+    """Return how long an instruction takes on a chip, or a card."""
+    if not chip.is_card:
+        return lambda i, flops, num_bytes: i.cycles / chip.clock_hz
+    products, memory = chip.peak_flops * PRODUCT_SHARE, chip.hbm_bytes_per_s * BYTES_SHARE
+
+    def of_card(i: Instruction, flops: float, num_bytes: float) -> float:
+        if not (flops or num_bytes) or i.opcode.startswith(TALK):
+            return 0.0
+        return LAUNCH_S + max(flops / products, num_bytes / memory)
+
+    return of_card
