@@ -1,9 +1,9 @@
 """Counts what a compiled program costs, from its text: products, bytes, cycles, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels say nothing of their cost in the text; splash attention's and that of the experts'
-products is counted here from the shapes of their arguments (ragged attention's depends on the
-lengths at run time: plan.py takes the mean).
+Pallas kernels say nothing of their cost in the text; that of splash attention, of the experts'
+products and of drawing tokens is counted here from the shapes of their arguments (ragged
+attention's depends on the lengths at run time: plan.py takes the mean).
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl_async.plan.hlo import ITEM_BYTES, Instruction, Program, arrays_of, bytes_of, walk
+from jaxrl_async.sampler.device.sampling_kernel import LANES, PLAIN, ROWS, TILES, TRUNCATED
 
 COLLECTIVES = (
     "all-gather",
@@ -34,6 +35,10 @@ SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Matrix products of [t, T, K] in each of splash attention's kernels; causal: half of each."""
 GROUPED = ("ragged-dot", "tgmm")
 """How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
+
+DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
+"""Cycles of the kernel that draws tokens, for eight rows and each chunk of its loops: the
+compiler's schedule of them for v5e and v6e (2 x 32 turns of 35 and 50 cycles to truncate)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class Cost:
 
     flops: float = 0.0  # matrix products, without kernels
     num_bytes: float = 0.0  # to and from HBM, kernels left out
-    cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
+    cycles: float = 0.0  # the compiler's estimates, summed; of kernels the draw's alone
     product_cycles: float = 0.0  # of them, in instructions with a matrix product in them
     collectives: tuple[Collective, ...] = ()
     kernels: tuple[Kernel, ...] = ()
@@ -100,6 +105,7 @@ def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[f
             if kernel := _kernel_name(i):
                 flops_of, bytes_moved = _grouped(kernel, i, mesh.get("expert", 1))
                 splash_flops, length, width = _splash(kernel, i)
+                cycles += count * _draw_cycles(kernel, i)
                 sums = kernels[kernel, length, width]
                 sums[0] += count
                 sums[1] += count * (flops_of + splash_flops)
@@ -288,6 +294,16 @@ def _kernel_name(i: Instruction) -> str | None:
     if i.opcode != "custom-call" or 'custom_call_target="tpu_custom_call"' not in i.rest:
         return None
     return re.sub(r"[.\d]+$", "", i.name)
+
+
+def _draw_cycles(name: str, i: Instruction) -> float:
+    """Return the cycles of a kernel that draws tokens; 0: it is another."""
+    each = DRAW_CYCLES.get(name, 0)
+    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    if not each or not given:
+        return 0.0
+    rows, vocab = arrays_of(given[1])[0][1]
+    return float(each * -(-rows // ROWS) * -(-vocab // (TILES * LANES)))
 
 
 def _splash(name: str, i: Instruction) -> tuple[float, int, int]:

@@ -658,10 +658,7 @@ GROUPS = (
                 "jax.random.wrap_key_data(key)",
             ),
             ("<= (target - before)[:, None]", "<= target[:, None]"),
-            (
-                "return SampledTokens(tokens, logprobs, full[:, 0],",
-                "return SampledTokens(tokens, logprobs, logprobs,",
-            ),
+            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "logprobs"),
         ),
     ),
     Group(

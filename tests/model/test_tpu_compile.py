@@ -185,8 +185,22 @@ def test_pages_as_wide_as_the_kernel_wants_are_not_copied(programs):
     assert programs["ragged narrow heads"]["temp_bytes"] > 2**26
 
 
+@pytest.mark.parametrize("kind", ["", " truncated", " with masks", " odd"])
+def test_drawing_a_token_is_one_kernel(programs, kind):
+    assert programs[f"draw{kind}"]["kernels"] == 1
+
+
+def test_drawing_a_token_writes_no_logits_anew(programs):
+    """74 MiB of logits: XLA's programs lay them out once more, where sorting took 370 MiB."""
+    for kind in ("draw", "draw truncated"):
+        assert programs[kind]["temp_bytes"] < 2**20
+    assert programs["draw by xla"]["temp_bytes"] < 80 * 2**20
+    assert programs["draw by xla"]["kernels"] == programs["draw truncated by xla"]["kernels"] == 0
+
+
 def test_the_samplers_programs_compile_and_decode_in_place(programs):
     block = programs["sampler block"]
+    assert block["draws"] == 1
     assert block["kernels"] == 2, "one kernel a layer, on the pages themselves"
     assert block["temp_bytes"] < block["pages_bytes"] / 2, "no copy of the pages"
 
@@ -211,7 +225,7 @@ def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
     """All sixteen chips of v5e:4x4, four to a host; every host can read what was drawn."""
     block, alone = programs["sampler block over hosts"], programs["sampler block"]
     assert (block["processes"], alone["processes"]) == (4, 1)
-    assert block["kernels"] == 2 and block["read_whole"]
+    assert (block["kernels"], block["draws"]) == (2, 1) and block["read_whole"]
     assert block["temp_bytes"] < block["pages_bytes"] / 16, "its part of the pages stays in place"
     prefill = programs["sampler prefill over hosts"]
     assert prefill["kernels"] == 2 and prefill["temp_bytes"] < block["pages_bytes"] / 16

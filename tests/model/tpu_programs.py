@@ -37,7 +37,8 @@ from jaxrl_async.sampler.batch.prefill import (
 from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyContext,
@@ -276,6 +277,23 @@ def ragged(
     )
 
 
+def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str, Any]:
+    """Drawing a token for each row, in one pass of the kernel or by XLA's programs."""
+    mesh = mesh_of()
+    numbers = partial(array, mesh, (rows,))
+    controls = Controls(
+        numbers(jnp.float32), numbers(jnp.int32), numbers(jnp.float32), numbers(jnp.float32)
+    )
+    kernel = partial(drawn_by_kernel, mesh=mesh) if by_kernel else None
+    return compiled(
+        lambda *given: sample(*given, mix, kernel),
+        array(mesh, (rows, vocab), jnp.float32),
+        controls,
+        array(mesh, (rows, 2), jnp.uint32),
+        numbers(jnp.int32),
+    )
+
+
 def sampler_program(
     name: str,
     *,
@@ -345,8 +363,11 @@ def sampler_program(
     program = engine.programs.generate.lower(
         weights, state, run, context_pages=context_pages, mix=Mix()
     ).compile()
+    kernels = [line for line in program.as_text().splitlines() if "tpu_custom_call" in line]
+    draws = sum(line.lstrip().startswith("%draw_token") for line in kernels)
     return {
-        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
+        "kernels": len(kernels) - draws,
+        "draws": draws,
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
         "pages_bytes": pages_bytes,
         "processes": len({d.process_index for d in mesh.devices.flat}),
@@ -466,6 +487,12 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
     "slices": over_slices,
+    "draw": partial(draw, 128, 151_936, Mix(greedy=True)),
+    "draw truncated": partial(draw, 128, 151_936, Mix(truncated=True, greedy=True)),
+    "draw with masks": partial(draw, 128, 151_936, Mix(truncated=True, extras=True)),
+    "draw odd": partial(draw, 5, 262_147, Mix(truncated=True)),
+    "draw by xla": partial(draw, 128, 151_936, Mix(greedy=True), by_kernel=False),
+    "draw truncated by xla": partial(draw, 128, 151_936, Mix(truncated=True), by_kernel=False),
     "ragged decode": partial(ragged, tokens=64, H=32, N=8, dtype=jnp.bfloat16),
     "ragged chunks": partial(ragged, tokens=2048, H=32, N=8, dtype=jnp.bfloat16),
     "ragged narrow heads": partial(ragged, tokens=64, H=14, N=2, K=64, dtype=jnp.bfloat16),

@@ -30,6 +30,7 @@ from jaxrl_async.sampler.device.arguments import (
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
+    draw_kernel,
     forward,
     of_tokens,
     ragged_kernel,
@@ -84,9 +85,8 @@ def generate(
     def one_step(loop: _Loop) -> _Loop:
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
-        new = sample(
-            loop.logits, loop.slot_params.controls, loop.slot_params.keys, loop.next_positions, mix
-        )
+        params, positions = loop.slot_params, loop.next_positions
+        new = sample(loop.logits, params.controls, params.keys, positions, mix, draw_kernel(spec))
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.device.sampling_kernel import takes_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class EngineSpec:
     cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
     cpu_attention: bool = False  # decode on the pages, by a kernel of our own
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
+    draws_by_kernel: bool | None = None  # tokens, the TPU's; None: as the devices take it
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
     room: AdapterRoom | None = None  # for adapters beside the base; None: for none
     keeps_routes: bool = False  # prefill and generate return each token's experts
@@ -38,9 +40,12 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         if self.on_tpu is None:
-            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
             object.__setattr__(self, "on_tpu", device.platform == "tpu")
+        if self.draws_by_kernel is None:
+            takes = takes_kernel(device, self.model.vocab)
+            object.__setattr__(self, "draws_by_kernel", takes)
         if self.layout is None:
             object.__setattr__(self, "layout", layout_of(self.model.kinds))
 

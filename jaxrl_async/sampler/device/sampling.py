@@ -16,6 +16,8 @@ from jaxrl_async.types import Request
 AnyArray = Any
 """An array of a program: traced or on the device, or NumPy on its way there or back."""
 
+Kernel = Callable[..., tuple[Array, Array, Array]]
+"""sampling_kernel.drawn_by_kernel, on a mesh."""
 MASKED = -jnp.inf
 BLOCK = 128
 """Tokens of a block of `drawn`: the columns of a register of TPUs."""
@@ -72,12 +74,15 @@ def sample(
     keys: Array,
     positions: Array,
     mix: Mix,
+    kernel: Kernel | None = None,
 ) -> SampledTokens:
-    """Draw a token for each slot.
+    """Draw a token for each slot: in tokens' order, the one in whose share of the probability the
+    slot's number falls; the first of the likeliest if it is greedy.
 
-    The logits are read three times: for the largest of each block of BLOCK tokens, for the blocks'
-    sums, and for the one block that the token is in (on CPUs that block alone). The log-prob, and
-    the likeliest token where a slot is greedy, come out of the same.
+    XLA's programs read the logits for the largest of each block of BLOCK tokens, for the blocks'
+    sums, and the block of the token once more; the log-prob, and the likeliest token, come out of
+    the same. The TPU's kernel reads them once, truncation included. Their sums round differently,
+    so each machine draws by one of them alone.
 
     Args:
         logits: [S, V] float32.
@@ -85,18 +90,33 @@ def sample(
         keys: [S, 2] uint32 key data.
         positions: [S] int32, position of the new token in its sequence.
         mix: the sampling that any slot asks for.
+        kernel: sampling_kernel.drawn_by_kernel where the devices take it; None: by XLA's programs.
     """
+    u = uniforms(keys, positions)
+    if kernel is not None:
+        numbers = [controls.temperature, controls.top_p, jnp.log(controls.min_p), u]
+        tokens, logprobs, least = kernel(
+            logits, jnp.stack(numbers, axis=1), controls.top_k[:, None], truncated=mix.truncated
+        )
+        return _with_extras(logits, tokens, logprobs, logits >= least[:, None], mix)
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
         kept = likely(scaled, controls) | greedy[:, None]
         scaled = jnp.where(kept, scaled, MASKED)
     picks = greedy if mix.greedy else None
-    tokens, logprobs = drawn(scaled, uniforms(keys, positions), picks)
+    tokens, logprobs = drawn(scaled, u, picks)
+    return _with_extras(logits, tokens, logprobs, scaled > MASKED, mix)
+
+
+def _with_extras(
+    logits: Array, tokens: Array, logprobs: Array, kept: Array, mix: Mix
+) -> SampledTokens:
+    """Return drawn tokens with what the mix wants to know of them."""
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
-    full = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=-1)
-    return SampledTokens(tokens, logprobs, full[:, 0], packed_bits(scaled > MASKED))
+    full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
+    return SampledTokens(tokens, logprobs, full, packed_bits(kept))
 
 
 def packed_bits(mask: Array) -> Array:

@@ -2,6 +2,7 @@
 in float64; and a row's draw is its own."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,60 @@ from jaxrl_async.sampler.device.sampling import (
     ranks_of,
     sample,
 )
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 
 VOCABS = (1, 2, 100, BLOCK, BLOCK + 1, 1000, 4096)
-DRAWS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": drawn}
+
+
+@partial(jax.jit, static_argnames="truncated")
+def kernel(
+    logits: jax.Array,
+    u: jax.Array,
+    greedy: jax.Array | None = None,
+    controls: Controls | None = None,
+    *,
+    truncated: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The TPU's kernel, interpreted: tokens, log-probs, and [S, V] bool what could be drawn."""
+    rows = len(logits)
+    ones, none = jnp.ones(rows), jnp.zeros(rows)
+    if controls is None:
+        temperature = ones if greedy is None else jnp.where(greedy, 0.0, 1.0)
+        controls = Controls(temperature, none.astype(jnp.int32), ones, none)
+    numbers = jnp.stack(
+        [controls.temperature, controls.top_p, jnp.log(controls.min_p), u], axis=1
+    ).astype(jnp.float32)
+    tokens, logprobs, floor = drawn_by_kernel(
+        logits, numbers, jnp.asarray(controls.top_k)[:, None], truncated=truncated, interpret=True
+    )
+    return tokens, logprobs, logits >= floor[:, None]
+
+
+DRAWS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "xla": drawn,
+    "kernel": lambda *args: kernel(*args)[:2],
+}
+
+
+CASES = [
+    pytest.param(
+        form,
+        vocab,
+        marks=[pytest.mark.slow, pytest.mark.exhaustive]
+        if form == "kernel" and vocab != 1000
+        else [],
+    )
+    for form in DRAWS
+    for vocab in VOCABS
+]
+
+
+def kept_by_kernel(logits: jax.Array, controls: Controls) -> jax.Array:
+    """What the kernel could draw, [S, V] bool."""
+    return kernel(logits, jnp.zeros(len(logits)), None, controls, truncated=True)[2]
+
+
+KEEPS = {"xla": jax.jit(likely), "kernel": kept_by_kernel}
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -42,8 +94,7 @@ def logits_of(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     return np.where(absent, -np.inf, logits).astype(np.float32)
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("form", DRAWS)
+@pytest.mark.parametrize(("form", "vocab"), CASES)
 def test_a_token_is_the_one_whose_interval_holds_the_number(form: str, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits, u = logits_of(rng, 400, vocab), rng.random(400).astype(np.float32)
@@ -58,8 +109,7 @@ def test_a_token_is_the_one_whose_interval_holds_the_number(form: str, vocab: in
     np.testing.assert_allclose(logprobs, np.log(own), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("form", DRAWS)
+@pytest.mark.parametrize(("form", "vocab"), CASES)
 def test_a_greedy_row_takes_the_first_of_the_likeliest(form: str, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits, u = logits_of(rng, 64, vocab), rng.random(64).astype(np.float32)
@@ -137,9 +187,12 @@ def sorted_set(logits: np.ndarray, k: int, p: float, m: float, slack: float) -> 
     return (logits >= ranked[kept].min()) & likely
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.parametrize(
+    "form", ["xla", pytest.param("kernel", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
+@settings(deadline=None, max_examples=80)
 @given(
-    vocab=st.sampled_from((1, 2, 100, 1000)),
+    vocab=st.sampled_from((1, 2, 100)),
     seed=st.integers(0, 2**32 - 1),
     k=st.sampled_from((0, 1, 2, 7, 99, 100, 5000)),
     p=st.one_of(st.just(1.0), st.floats(1e-3, 1.0)),
@@ -147,7 +200,7 @@ def sorted_set(logits: np.ndarray, k: int, p: float, m: float, slack: float) -> 
 )
 @example(vocab=100, seed=0, k=0, p=1.0, m=0.0)
 def test_what_is_kept_is_what_a_sort_keeps(
-    vocab: int, seed: int, k: int, p: float, m: float
+    form: str, vocab: int, seed: int, k: int, p: float, m: float
 ) -> None:
     """Equal but for tokens within the rounding of sums of the edge of top-p."""
     logits, p, m = logits_of(np.random.default_rng(seed), 8, vocab), np.float32(p), np.float32(m)
@@ -157,7 +210,7 @@ def test_what_is_kept_is_what_a_sort_keeps(
         top_p=np.full(8, p, np.float32),
         min_p=np.full(8, m, np.float32),
     )
-    kept = np.asarray(jax.jit(likely)(jnp.asarray(logits), controls))
+    kept = np.asarray(KEEPS[form](jnp.asarray(logits), controls))
     for row, mine in zip(logits, kept, strict=True):
         fewer = sorted_set(row, k, p, m, -1e-5)
         more = sorted_set(row, k, p, m, 1e-5)
@@ -166,7 +219,8 @@ def test_what_is_kept_is_what_a_sort_keeps(
             assert len(set(mine[row == value])) == 1, "equals are kept together"
 
 
-def test_equals_at_the_edge_are_kept_together() -> None:
+@pytest.mark.parametrize("form", KEEPS)
+def test_equals_at_the_edge_are_kept_together(form: str) -> None:
     """By hand: 4 tokens of 2, 4 of 1, 92 of -9; top-k 2 and 5, top-p 0.4 and 0.7."""
     logits = np.full((4, 100), -9, np.float32)
     logits[:, 10:14], logits[:, 50:54] = 2, 1
@@ -176,7 +230,7 @@ def test_equals_at_the_edge_are_kept_together() -> None:
         top_p=np.array([1, 1, 0.4, 0.74], np.float32),
         min_p=np.zeros(4, np.float32),
     )
-    assert np.asarray(likely(jnp.asarray(logits), controls)).sum(1).tolist() == [4, 8, 4, 8]
+    assert np.asarray(KEEPS[form](jnp.asarray(logits), controls)).sum(1).tolist() == [4, 8, 4, 8]
 
 
 def test_ranks_have_the_order_of_the_numbers() -> None:
