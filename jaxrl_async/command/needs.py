@@ -92,6 +92,7 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
 
     devices: what JAX sees; None: not known.
     """
+    config = config.on_devices("cpu" if devices is None else devices.platform)
     yield from _extras(config)
     yield from _tried("names of functions and tasks", lambda: check_names(config))
     yield from _own_files(config)
@@ -244,7 +245,7 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     held = learnt * (dtype.itemsize + kept)
     if lora is not None:
         held += base_bytes(spec, form, dtype)
-    sent = learnt * jnp.dtype(config.model.dtype).itemsize if config.run.job == "rl" else 0
+    sent = learnt * jnp.dtype(config.model.computes_in).itemsize if config.run.job == "rl" else 0
     reference = num_weights(spec) * dtype.itemsize if config.refers and lora is None else 0
     return float(held + sent + reference)
 
@@ -252,9 +253,9 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
 def sampler_bytes(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that a sampler keeps, all of its devices together: weights, the next weights
     while they arrive, and the KV cache."""
-    dtype = jnp.dtype(config.model.dtype)
+    dtype = jnp.dtype(config.model.computes_in)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    one = jnp.dtype(config.weights.dtype or config.model.dtype).itemsize
+    one = jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
     arriving = num_in(trained_table(spec, lora)) * one
     keeps = config.algorithm.keep_routing

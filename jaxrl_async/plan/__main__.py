@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "of them (RUN/NAME/config.yaml, or without `runs`); each adds its adapter, with "
                 "moments, to the trainer and a place to each sampler."
             )
+        config = config.on_devices("tpu")
         trainer = parse_slice(args.topology)
         name = args.sampler_topology or _samplers_of(config, trainer)
         samplers = parse_chips(name) if name else None
