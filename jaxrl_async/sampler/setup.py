@@ -25,7 +25,7 @@ from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.sink_pages import LANES, has_spare, page_head_dim
+from jaxrl_async.model.sink_pages import has_spare, page_head_dim
 from jaxrl_async.model.spec import (
     ModelSpec,
     Params,
@@ -348,9 +348,9 @@ def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
 
 
 def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
-    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention; a
-    model's sinks need heads that leave columns for them, and the kernel's heads are no wider than a
-    register: latent attention's and those of 256 (Gemma, Qwen3.5) are. Raises ConfigError."""
+    """Return whether decoding reads the pages through a TPU kernel, given sampler.attention; a
+    model's sinks need heads that leave columns for them, and latent attention has no such kernel.
+    Raises ConfigError."""
     if attention == "ragged" and spec.latent:
         raise ConfigError(
             f"sampler.attention=ragged: the kernel has no latent attention, which this "
@@ -359,6 +359,5 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
     if attention != "auto":
         return attention == "ragged"
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    fits = not spec.latent and spec.head_dim <= LANES
-    fits = fits and (not spec.sinks or has_spare(spec.head_dim))
+    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
     return bool(device.platform == "tpu") and fits

@@ -25,8 +25,10 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, arranged, make_mesh, 
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention, tree_splash
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
+from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.tpu_pages import attend_wide_pages
 from jaxrl_async.sampler.batch.prefill import (
     Sizes,
     insert_args,
@@ -277,6 +279,31 @@ def ragged(
     )
 
 
+def wide(
+    *,
+    H: int,
+    N: int,
+    K: int = 256,
+    tensor: int = 1,
+    window: int = 0,
+    sinks: bool = False,
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, Any]:
+    """Our own kernel's decode step of 64 sequences of up to 2,048 tokens, 256 MiB of pages."""
+    mesh = mesh_of(tensor=tensor)
+    attend = partial(attend_wide_pages, mesh=mesh)
+    return compiled(
+        lambda q, pages, lengths, tables, sinks_H: attend(
+            q, pages, lengths, tables, Scoring(window=window), sinks_H if sinks else None
+        ),
+        array(mesh, (64, H, K), dtype, None, "tensor"),
+        array(mesh, (4096, 32, 2 * N, -(-K // 128) * 128), dtype, None, None, "tensor"),
+        array(mesh, (64,), jnp.int32),
+        array(mesh, (64, 64), jnp.int32),
+        array(mesh, (H,), jnp.float32, "tensor"),
+    )
+
+
 def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str, Any]:
     """Drawing a token for each row, in one pass of the kernel or by XLA's programs."""
     mesh = mesh_of()
@@ -318,7 +345,7 @@ def sampler_program(
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
-        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
+        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -499,6 +526,11 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "ragged float32": partial(ragged, tokens=64, H=12, N=2, dtype=jnp.float32),
     "ragged on tensor": partial(ragged, tokens=64, H=32, N=8, tensor=4, dtype=jnp.bfloat16),
     "ragged small pages": partial(ragged, tokens=64, H=16, N=8, page=8, dtype=jnp.bfloat16),
+    "wide decode": partial(wide, H=8, N=4),
+    "wide one head": partial(wide, H=4, N=1),
+    "wide on tensor": partial(wide, H=32, N=8, tensor=4),
+    "wide float32": partial(wide, H=16, N=8, dtype=jnp.float32),
+    "wide sinks in a window": partial(wide, H=64, N=8, K=64, window=128, sinks=True),
     "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
 }
 

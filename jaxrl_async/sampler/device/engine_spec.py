@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
+from jaxrl_async.model.sink_pages import LANES
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.device.sampling_kernel import takes_kernel
 
@@ -79,11 +80,17 @@ class EngineSpec:
         return self.ragged or self.cpu_attention
 
     @property
+    def wide_heads(self) -> bool:
+        """Whether heads are wider than a TPU's register."""
+        return self.model.head_dim > LANES
+
+    @property
     def prefills_in_pages(self) -> bool:
         """Whether prompts without images are prefilled on the pages, too: where these hold all
-        tokens that a prompt's later ones see, so not where windows hide some before it ends, and
-        no states are carried along."""
-        return self.ragged and not any(self.windows) and not self.model.delta
+        tokens that a prompt's later ones see, so not where windows hide some before it ends, no
+        states are carried along, and heads are narrow enough for the kernel."""
+        narrow = self.ragged and not self.wide_heads
+        return narrow and not any(self.windows) and not self.model.delta
 
     @property
     def has_few_prefills(self) -> bool:
