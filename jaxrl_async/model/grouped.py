@@ -1,11 +1,11 @@
 """Products of rows, sorted by group, with their groups' matrices: the experts' products.
 
     forward          [n, D] x [E, D, F] -> [n, F]          lax.ragged_dot
-    to the rows      [n, F] x [E, D, F] -> [n, D]          the same, turned
-    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU a kernel that ships with JAX
+    to the rows      [n, F] x [E, D, F] -> [n, D]          on a TPU a kernel that ships with JAX
+    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU another one
 
 XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
-work: so the gradient is written down here.
+work, and copies all matrices for the second: so the gradient is written down here.
 """
 
 from functools import partial
@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
 
 TILE_ROWS = 256
 """Rows in a tile of the kernel; a tile that two groups share is computed twice."""
 TILE_INPUTS, TILE_OUTPUTS = 512, 1024
 """Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
+LEAST_SIDE = 128
+"""Matrices narrower than that (of adapters) are written the other way round: they are small."""
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
@@ -52,14 +54,8 @@ def _backward(
 ) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     cotangent = cotangent.astype(rows.dtype)
-    to_rows = jax.lax.ragged_dot_general(
-        cotangent,
-        matrices,
-        sizes,
-        RaggedDotDimensionNumbers(
-            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-        ),
-        preferred_element_type=jnp.float32,
+    to_rows = jax.lax.platform_dependent(
+        cotangent, matrices, sizes, tpu=rows_gradient_on_tpu, default=_rows_gradient
     )
     to_matrices = jax.lax.platform_dependent(
         rows, cotangent, sizes, tpu=matrices_gradient_on_tpu, default=_matrices_gradient
@@ -68,6 +64,46 @@ def _backward(
 
 
 grouped_product.defvjp(_forward, _backward)
+
+
+def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot_general(
+        cotangent,
+        matrices,
+        sizes,
+        RaggedDotDimensionNumbers(
+            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+        ),
+        preferred_element_type=jnp.float32,
+    ).astype(cotangent.dtype)
+
+
+def rows_gradient_on_tpu(
+    cotangent: Array, matrices: Array, sizes: Array, *, interpret: bool = False
+) -> Array:
+    """Multiply each row [n, F] with its group's matrix [E, D, F], turned: [n, D] of the rows' type.
+
+    XLA's program would first write all matrices the other way round.
+
+    Args:
+        cotangent: [n, F], sorted by group.
+        matrices: [E, D, F] of the same type.
+        sizes: [E] int32, rows of each group; rows behind them all give 0.
+        interpret: run the kernel in Pallas' interpreter, on any platform.
+    """
+    n = cotangent.shape[0]
+    if min(matrices.shape[1:]) < LEAST_SIDE:
+        return _rows_gradient(cotangent, matrices, sizes)
+    padded = jnp.pad(cotangent, ((0, -n % TILE_ROWS), (0, 0)))
+    tiles = (
+        TILE_ROWS,
+        min(matrices.shape[2], TILE_OUTPUTS),
+        min(matrices.shape[1], TILE_INPUTS),
+    )
+    out = gmm(
+        padded, matrices, sizes, cotangent.dtype, tiles, transpose_rhs=True, interpret=interpret
+    )[:n]
+    return jnp.where(jnp.arange(n)[:, None] < jnp.sum(sizes), out, 0)
 
 
 def _matrices_gradient(rows: Array, cotangent: Array, sizes: Array) -> Array:

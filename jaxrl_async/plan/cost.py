@@ -33,8 +33,8 @@ IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Matrix products of [t, T, K] in each of splash attention's kernels; causal: half of each."""
-GROUPED = ("ragged-dot", "tgmm")
-"""How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
+GROUPED = ("ragged-dot", "gmm", "tgmm")
+"""How the names of the experts' products begin: XLA's, and model/grouped's kernels."""
 
 DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
 """Cycles of the kernel that draws tokens, for eight rows and each chunk of its loops: the

@@ -198,6 +198,11 @@ def test_drawing_a_token_is_one_kernel(programs, kind):
     assert programs[f"draw{kind}"]["kernels"] == 1
 
 
+def test_the_gradient_to_the_experts_rows_writes_no_matrix_anew(programs):
+    assert programs["grouped gradient"]["kernels"] >= 1
+    assert programs["grouped gradient"]["temp_bytes"] < 2**24
+
+
 def test_drawing_a_token_writes_no_logits_anew(programs):
     """74 MiB of logits: XLA's programs lay them out once more, where sorting took 370 MiB."""
     for kind in ("draw", "draw truncated"):

@@ -25,6 +25,7 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, arranged, make_mesh, 
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention, tree_splash
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
+from jaxrl_async.model.grouped import grouped_product
 from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
@@ -279,6 +280,21 @@ def ragged(
     )
 
 
+def grouped_gradient() -> dict[str, Any]:
+    """The gradient of 2,048 rows that 64 MiB of frozen experts multiply."""
+    mesh = mesh_of()
+
+    def total(rows: Any, matrices: Any, sizes: Any) -> Any:
+        return grouped_product(rows, matrices, sizes, jnp.bfloat16).astype(jnp.float32).sum()
+
+    return compiled(
+        jax.grad(total),
+        array(mesh, (2048, 1024), jnp.bfloat16),
+        array(mesh, (64, 1024, 512), jnp.bfloat16),
+        array(mesh, (64,), jnp.int32),
+    )
+
+
 def wide(
     *,
     H: int,
@@ -514,6 +530,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
     "slices": over_slices,
+    "grouped gradient": grouped_gradient,
     "draw": partial(draw, 128, 151_936, Mix(greedy=True)),
     "draw truncated": partial(draw, 128, 151_936, Mix(truncated=True, greedy=True)),
     "draw with masks": partial(draw, 128, 151_936, Mix(truncated=True, extras=True)),
