@@ -91,6 +91,7 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
 
     devices: what JAX sees; None: not known.
     """
+    config = config.on_devices("cpu" if devices is None else devices.platform)
     yield from _extras(config)
     yield from _tried("names of functions and tasks", lambda: check_names(config))
     yield from _own_files(config)

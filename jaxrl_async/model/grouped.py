@@ -1,12 +1,12 @@
 """Products of rows, sorted by group, with their groups' matrices: the experts' products.
 
     forward          [n, D] x [E, D, F] -> [n, F]          lax.ragged_dot
-    to the rows      [n, F] x [E, D, F] -> [n, D]          the same, turned
-    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU a kernel that ships with JAX
+    to the rows      [n, F] x [E, D, F] -> [n, D]          on a TPU a kernel that ships with JAX
+    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU another one
 
 XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
-work: so the gradient is written down here. On GPUs it does so with all three, which are kernels of
-our own there (gpu_grouped.py).
+work, and copies all matrices for the second: so the gradient is written down here. XLA's compiler
+for GPUs computes all three densely: they are kernels of our own there (gpu_grouped.py).
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
 
 from jaxrl_async.model.gpu_grouped import grouped_product_on_gpu, matrices_gradient_on_gpu
@@ -25,6 +25,8 @@ TILE_ROWS = 256
 TILE_INPUTS, TILE_OUTPUTS = 512, 1024
 """Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
 FORWARD: DotDimensionNumbers = (((1,), (1,)), ((), ()))
+LEAST_SIDE = 128
+"""Matrices narrower than that (of adapters) are written the other way round: they are small."""
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
@@ -78,7 +80,14 @@ def _backward(
 ) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     cotangent = cotangent.astype(rows.dtype)
-    to_rows = _by_platform(cotangent, matrices, sizes, rows.dtype, turned=True)
+    to_rows = jax.lax.platform_dependent(
+        cotangent,
+        matrices,
+        sizes,
+        tpu=rows_gradient_on_tpu,
+        cuda=partial(grouped_product_on_gpu, dtype=rows.dtype, turned=True),
+        default=_rows_gradient,
+    )
     to_matrices = jax.lax.platform_dependent(
         rows,
         cotangent,
@@ -91,6 +100,46 @@ def _backward(
 
 
 grouped_product.defvjp(_forward, _backward)
+
+
+def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot_general(
+        cotangent,
+        matrices,
+        sizes,
+        RaggedDotDimensionNumbers(
+            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+        ),
+        preferred_element_type=jnp.float32,
+    ).astype(cotangent.dtype)
+
+
+def rows_gradient_on_tpu(
+    cotangent: Array, matrices: Array, sizes: Array, *, interpret: bool = False
+) -> Array:
+    """Multiply each row [n, F] with its group's matrix [E, D, F], turned: [n, D] of the rows' type.
+
+    XLA's program would first write all matrices the other way round.
+
+    Args:
+        cotangent: [n, F], sorted by group.
+        matrices: [E, D, F] of the same type.
+        sizes: [E] int32, rows of each group; rows behind them all give 0.
+        interpret: run the kernel in Pallas' interpreter, on any platform.
+    """
+    n = cotangent.shape[0]
+    if min(matrices.shape[1:]) < LEAST_SIDE:
+        return _rows_gradient(cotangent, matrices, sizes)
+    padded = jnp.pad(cotangent, ((0, -n % TILE_ROWS), (0, 0)))
+    tiles = (
+        TILE_ROWS,
+        min(matrices.shape[2], TILE_OUTPUTS),
+        min(matrices.shape[1], TILE_INPUTS),
+    )
+    out = gmm(
+        padded, matrices, sizes, cotangent.dtype, tiles, transpose_rhs=True, interpret=interpret
+    )[:n]
+    return jnp.where(jnp.arange(n)[:, None] < jnp.sum(sizes), out, 0)
 
 
 def _matrices_gradient(rows: Array, cotangent: Array, sizes: Array) -> Array:

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"mesh.samplers_in={config.mesh.samplers_in} the samplers are on them. Set "
                 "mesh.samplers_in=elsewhere."
             )
+        config = config.on_devices(*_kind_of(trainer.chip))
         name = args.sampler_topology or _samplers_of(config, trainer)
         samplers = parse_chips(name) if name else None
         longest = config.sampler.max_new_tokens
@@ -148,6 +149,11 @@ def _samplers_of(config: Config, trainer: Slice) -> str | None:
         return None
     devices = mesh.samplers * mesh.sampler.num_devices
     return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"
+
+
+def _kind_of(chip: Chip) -> tuple[str, str | None]:
+    """Return JAX's platform and, of a card, its compute capability."""
+    return ("gpu", cuda.capability_of(chip)) if chip.is_card else ("tpu", None)
 
 
 def _compiler_env(trainer: Chip, sampler: Chip) -> dict[str, str]:

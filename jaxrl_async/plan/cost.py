@@ -1,9 +1,9 @@
 """Counts what a compiled program costs, from its text: products, bytes, seconds, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels, and cuDNN's, say nothing of their cost in the text; that of attention in training
-and of the experts' products is counted here from the shapes of their arguments (attention on the
-pages depends on the lengths at run time: plan.py takes the mean).
+Pallas kernels, and cuDNN's, say nothing of their cost in the text; that of attention in training,
+of the experts' products and of drawing tokens is counted from the shapes of their arguments, here
+and in pace.py (attention on the pages depends on the lengths at run time: plan.py takes the mean).
 """
 
 import math
@@ -44,7 +44,7 @@ ATTENTION_PRODUCTS = {
 KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """Targets of custom calls that are Pallas kernels."""
 CUDNN_ATTENTION = "__cudnn$fmha"
-GROUPED = ("ragged-dot", "tgmm", "grouped_")
+GROUPED = ("ragged-dot", "gmm", "tgmm", "grouped_")
 """How the names of the experts' products begin: XLA's, and kernels of TPUs and of cards."""
 
 
@@ -348,8 +348,7 @@ def _kernel_name(i: Instruction) -> str | None:
 
 def _attention(name: str, i: Instruction) -> tuple[float, int, int]:
     """Return the FLOPs of attention's kernel in training, the keys T of a row and the width K of
-    its
-    heads.
+    its heads.
 
     FLOPs are 2 t * T * K per product and head, halved (causal). Splash attention has queries
     [heads, t, K] or [rows, heads, t, K] as the first argument that is not a mask, keys [..., T, K]

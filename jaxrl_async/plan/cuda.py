@@ -16,11 +16,12 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.host import version_of
-from jaxrl_async.plan.chips import Slice
+from jaxrl_async.plan.chips import Chip, Slice
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 FLAGS = "--xla_gpu_autotune_level=0"
@@ -110,6 +111,14 @@ def environment() -> dict[str, str]:
     JAX."""
     flags = os.environ.get("XLA_FLAGS", "")
     return {**ENVIRONMENT, "XLA_FLAGS": f"{flags} {FLAGS}".strip()}
+
+
+def capability_of(card: Chip) -> str:
+    """Return a card's compute capability: 9.0."""
+    major, minor = (
+        re.search(rf"{part}: (\d+)", DEVICES[card.generation][1]) for part in ("major", "minor")
+    )
+    return f"{major[1] if major else 0}.{minor[1] if minor else 0}"
 
 
 def compiler_versions() -> list[str]:

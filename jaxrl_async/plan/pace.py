@@ -5,10 +5,12 @@ arithmetic, the longer of products at PRODUCT_SHARE of the peak and bytes at BYT
 bandwidth, and LAUNCH_S for each kernel.
 """
 
+import re
 from collections.abc import Callable
 
 from jaxrl_async.plan.chips import Chip
-from jaxrl_async.plan.hlo import Instruction
+from jaxrl_async.plan.hlo import Instruction, arrays_of
+from jaxrl_async.sampler.device.sampling_kernel import LANES, PLAIN, ROWS, TILES, TRUNCATED
 
 PRODUCT_SHARE = 0.7
 """Assumed share of a card's peak that products of matrices reach; nothing was measured by this
@@ -23,14 +25,28 @@ TALK = ("all-", "reduce-scatter", "collective-", "async-")
 LAUNCH_S = 2e-6
 """Assumed time from one kernel to the next, seconds, in a command buffer (CUDA graph)."""
 
+DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
+"""Cycles of the kernel that draws tokens, for eight rows and each chunk of its loops: the
+compiler's schedule of them for v5e and v6e (2 x 32 turns of 35 and 50 cycles to truncate)."""
+
 Pace = Callable[[Instruction, float, float], float]
 """Function of an instruction, its FLOPs in products of matrices, and the bytes it moves."""
+
+
+def draw_cycles(i: Instruction) -> float:
+    """Return the cycles of a TPU's kernel that draws tokens; 0: it is another instruction."""
+    each = DRAW_CYCLES.get(re.sub(r"[.\d]+$", "", i.name), 0)
+    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    if not each or not given:
+        return 0.0
+    rows, vocab = arrays_of(given[1])[0][1]
+    return float(each * -(-rows // ROWS) * -(-vocab // (TILES * LANES)))
 
 
 def pace_of(chip: Chip) -> Pace:
     """Return how long an instruction takes on a chip, or a card."""
     if not chip.is_card:
-        return lambda i, flops, num_bytes: i.cycles / chip.clock_hz
+        return lambda i, flops, num_bytes: (i.cycles + draw_cycles(i)) / chip.clock_hz
     products, memory = chip.peak_flops * PRODUCT_SHARE, chip.hbm_bytes_per_s * BYTES_SHARE
 
     def of_card(i: Instruction, flops: float, num_bytes: float) -> float:

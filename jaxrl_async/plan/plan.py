@@ -632,11 +632,16 @@ def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:
-    """List the parts of the run that the plan leaves out."""
+    """Say in which types the run computes, and list the parts of it that the plan leaves out."""
+    model = config.model
+    types = (
+        f"computes in {model.computes_in} (model.dtype), weights in {model.param_dtype} "
+        "(model.param_dtype)."
+    )
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
         "the reward model's pass": config.reward.model is not None,
     }
     missing = [name for name, there in left_out.items() if there]
-    return (f"not planned: {', '.join(missing)}.",) if missing else ()
+    return (types, f"not planned: {', '.join(missing)}.") if missing else (types,)

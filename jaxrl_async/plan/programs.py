@@ -252,7 +252,7 @@ def sampler_programs(
     The block has all slots at work and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
-    dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     sent, once = arrived(config, spec, mesh)

@@ -26,7 +26,7 @@ from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.sink_pages import LANES, has_spare, page_head_dim
+from jaxrl_async.model.sink_pages import has_spare, page_head_dim
 from jaxrl_async.model.spec import (
     ModelSpec,
     Params,
@@ -357,9 +357,8 @@ def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
 
 def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
     """Return whether decoding reads the pages through a kernel, given sampler.attention. That for
-    GPUs since Ampere takes all models. For that of TPUs a model's sinks need heads that leave
-    columns for them, and its heads are no wider than a register: latent attention's and those of
-    256 (Gemma, Qwen3.5) are. Raises ConfigError."""
+    GPUs since Ampere takes all models. Those of TPUs have no latent attention, and a model's sinks
+    need heads that leave columns for them. Raises ConfigError."""
     device = device_of(mesh)
     if device.platform == "gpu":
         if attention == "ragged" and not has_kernel(device):
@@ -375,6 +374,5 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
         )
     if attention != "auto":
         return attention == "ragged"
-    fits = not spec.latent and spec.head_dim <= LANES
-    fits = fits and (not spec.sinks or has_spare(spec.head_dim))
+    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
     return bool(device.platform == "tpu") and fits

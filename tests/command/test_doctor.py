@@ -166,7 +166,7 @@ def test_memory_is_that_of_the_arrays_that_a_run_holds():
 
 
 def test_devices_that_are_too_small_or_too_few_are_errors():
-    config = load("recipe:addition", ["sampler.slots=2"])
+    config = load("recipe:addition", ["sampler.slots=2"]).on_devices("gpu")
     kept = needs.trainer_bytes(config, spec_of_run(config, addition_tokenizer()))
 
     def told(count: int, memory: float) -> dict[str, str]:

@@ -695,19 +695,22 @@ GROUPS = (
         (
             "sampler/test_extras.py::test_a_request_that_truncates_nothing_keeps_every_token_whatever_its_neighbours_ask_for",
             "sampler/test_extras.py::test_each_key_and_each_position_has_a_number_of_its_own",
-            "sampler/test_extras.py::test_a_token_is_the_one_whose_interval_holds_the_number",
+            "sampler/device/test_sampling.py::test_a_token_is_the_one_whose_interval_holds_the_number",
+            "sampler/device/test_sampling.py::test_equals_at_the_edge_are_kept_together",
+            "sampler/device/test_sampling.py::test_ranks_have_the_order_of_the_numbers",
             "sampler/test_extras.py::test_masks_and_both_log_probs_are_those_of_the_definition",
         ),
         (
-            ("(before < top_p) | (top_p >= 1)", "before < top_p"),
-            ("ranked[:, :1] + jnp.log", "ranked[:, 1:2] + jnp.log"),
-            ("(k - 1)[:, None]", "jnp.minimum(k, V - 1)[:, None]"),
+            ("jnp.where(share < 1, nucleus, floor)", "nucleus"),
+            ("top + jnp.log", "top - 1 + jnp.log"),
+            ("measure(ranks > middle) < limit", "measure(ranks >= middle) < limit"),
+            ("jnp.where(numbers == 0, 0.0, numbers)", "numbers"),
             (
                 "jax.random.fold_in(jax.random.wrap_key_data(key), position)",
                 "jax.random.wrap_key_data(key)",
             ),
-            ("<= (target - start)[:, None]", "<= target[:, None]"),
-            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "_at(logprobs, tokens)"),
+            ("<= (target - before)[:, None]", "<= target[:, None]"),
+            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "logprobs"),
         ),
     ),
     Group(

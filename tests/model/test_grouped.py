@@ -12,7 +12,11 @@ from jaxrl_async.model.gpu_grouped import (
     matrices_gradient_on_gpu,
     tiles_of,
 )
-from jaxrl_async.model.grouped import grouped_product, matrices_gradient_on_tpu
+from jaxrl_async.model.grouped import (
+    grouped_product,
+    matrices_gradient_on_tpu,
+    rows_gradient_on_tpu,
+)
 from jaxrl_async.testing.interpreted import interpreted_kernels
 
 SIZES = np.asarray([3, 0, 7, 300], np.int32)
@@ -52,6 +56,21 @@ def test_the_tpus_kernel_gives_the_same_gradient(n) -> None:
     got = matrices_gradient_on_tpu(rows, cotangent, jnp.asarray(SIZES), interpret=True)
     for group, part in enumerate(parts()):
         np.testing.assert_allclose(got[group], rows[part].T @ cotangent[part], atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", [310, 320, 512])
+@pytest.mark.parametrize("widths", [(128, 640), (200, 136), (6, 5)])
+def test_the_tpus_kernel_gives_the_same_gradient_to_the_rows(n, widths) -> None:
+    """Rows behind all groups give 0; widths need not fill tiles."""
+    rng, (wide, narrow) = np.random.default_rng(2), widths
+    matrices = jnp.asarray(rng.normal(size=(len(SIZES), wide, narrow)), jnp.float32)
+    cotangent = jnp.asarray(rng.normal(size=(n, narrow)), jnp.float32)
+    got = rows_gradient_on_tpu(cotangent, matrices, jnp.asarray(SIZES), interpret=True)
+    wanted = np.zeros((n, wide))
+    for group, part in enumerate(parts()):
+        wanted[part] = np.asarray(cotangent[part], float) @ np.asarray(matrices[group], float).T
+    np.testing.assert_allclose(got, wanted, atol=1e-3)
 
 
 # ---- the GPU's kernels

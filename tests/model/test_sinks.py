@@ -161,4 +161,5 @@ def test_kernels_without_sinks_say_so() -> None:
     narrow, wide = (SimpleNamespace(sinks=True, latent=None, head_dim=n) for n in (64, 128))
     assert uses_ragged("auto", chip, narrow) and not uses_ragged("auto", chip, wide)
     assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=128))
-    assert not uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))
+    assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))
+    assert not uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=1, head_dim=128))

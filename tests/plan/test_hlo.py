@@ -146,6 +146,27 @@ ENTRY %main (x: {x}, w: {matrices}) -> {out} {{
     assert kernel.num_bytes == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "vocab", "cycles"),
+    [
+        ("draw_token", 128, 151_936, 16 * 38 * 290),
+        ("draw_token", 5, 4_097, 2 * 290),
+        ("draw_truncated", 128, 151_936, 16 * 38 * 3100),
+    ],
+)
+def test_drawing_a_token_by_the_kernel_has_cycles(name, rows, vocab, cycles):
+    text = f"""HloModule draw
+ENTRY %main (l: f32[{rows},{vocab}]) -> s32[{rows},1] {{
+  %l = f32[{rows},{vocab}]{{1,0}} parameter(0)
+  ROOT %{name}.1 = s32[{rows},1]{{1,0}} custom-call(%l), TARGET, LAYOUTS
+}}
+"""
+    text = text.replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
+        "LAYOUTS", f"operand_layout_constraints={{f32[{rows},{vocab}]{{1,0}}}}"
+    )
+    assert cost_of(parse(text), {}).cycles == cycles
+
+
 def test_a_counter_s_start_step_and_bound_decide_the_turns():
     text = """HloModule m
 

@@ -36,7 +36,7 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     held = learnt * (dtype.itemsize + kept)
     if lora is not None:
         held += base_bytes(spec, form, dtype)
-    sent = learnt * jnp.dtype(config.model.dtype).itemsize if config.run.job == "rl" else 0
+    sent = learnt * jnp.dtype(config.model.computes_in).itemsize if config.run.job == "rl" else 0
     refers = config.refers and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
     return float(held + sent + reference)
@@ -48,16 +48,16 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
 
     mesh: the sampler's; None: as on the first device of this process.
     """
-    dtype = jnp.dtype(config.model.dtype)
+    dtype = jnp.dtype(config.model.computes_in)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    one = jnp.dtype(config.weights.dtype or config.model.dtype).itemsize
+    one = jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
     arriving = num_in(trained_table(spec, lora)) * one
     return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
 
 
 def _kv_of(config: Config, spec: ModelSpec, mesh: Mesh | None) -> MemoryPlan:
-    keeps, dtype = config.algorithm.keep_routing, jnp.dtype(config.model.dtype)
+    keeps, dtype = config.algorithm.keep_routing, jnp.dtype(config.model.computes_in)
     return kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
 
 

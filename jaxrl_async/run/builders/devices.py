@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
+from jaxrl_async.config.draft import read_draft
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.errors import MeshError, in_a_line
@@ -58,6 +59,29 @@ def claim_devices(config: Config) -> None:
     least = LEAST_CPU_DEVICES if processes == 1 else 1
     if not ask_for_cpu_devices(max(needed, least)):  # a notebook, or an earlier job
         _restart_cpu(needed)
+
+
+def with_dtype(config: Config, before: Path) -> Config:
+    """Return the configuration with model.dtype chosen, if it is null: what the run had that is
+    resumed, else by the devices, which are claimed. Raises MeshError as claim_devices.
+
+    before: the run's configuration, if it is resumed.
+    """
+    if config.model.dtype is not None:
+        return config
+    if config.run.resume and before.is_file():
+        section = read_draft(before).tree.get("model")
+        if kept := section.get("dtype") if isinstance(section, dict) else None:
+            model = config.model.model_copy(update={"dtype": kept})
+            return config.model_copy(update={"model": model})
+    rl = config.run.job == "rl"
+    mesh = config.mesh if rl else config.mesh.without_samplers
+    claim_devices(config.model_copy(update={"mesh": mesh}))
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    chosen = config.on_devices(device.platform, None if capability is None else str(capability))
+    log.info("model.dtype=%s, on %s", chosen.model.dtype, device.device_kind)
+    return chosen
 
 
 def _restart_cpu(needed: int) -> None:

@@ -19,8 +19,9 @@ from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.model.kernels import Scoring, sequences_in_a_call
+from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
+from jaxrl_async.model.tpu_pages import attend_wide_pages
 from jaxrl_async.sampler.device.arguments import (
     Block,
     DecodeArgs,
@@ -30,6 +31,7 @@ from jaxrl_async.sampler.device.arguments import (
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
+    draw_kernel,
     forward,
     of_tokens,
     ragged_kernel,
@@ -84,9 +86,8 @@ def generate(
     def one_step(loop: _Loop) -> _Loop:
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
-        new = sample(
-            loop.logits, loop.slot_params.controls, loop.slot_params.keys, loop.next_positions, mix
-        )
+        params, positions = loop.slot_params, loop.next_positions
+        new = sample(loop.logits, params.controls, params.keys, positions, mix, draw_kernel(spec))
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
 
@@ -322,8 +323,9 @@ def _attend_pages(
     pages: list[Array],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages: each row writes into its own page, the kernel reads them, of
-    a layer with a window only those that hold it."""
+    """Return attention over the pages: each row writes into its own page, a kernel reads them, of a
+    layer with a window only those that hold it. JAX's kernel (kernels.ragged_paged) is the first
+    choice, one of our own (tpu_pages.py) takes wide heads and sinks within a window."""
     G = spec.page_tokens
     running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
@@ -340,10 +342,14 @@ def _attend_pages(
         pages[a] = cache.written(pages[a], k, v, written[:, g], positions % G)
         scoring = decoder.scoring_of(spec.model, kinds[i])
         table, begins = recent[g]
-        if scoring.window and sinks[i] is not None:
-            return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
+        own = spec.on_tpu and (spec.wide_heads or (scoring.window and sinks[i] is not None))
         outs = []
         for rows in _in_calls(len(table), table.shape[1] + (sinks[i] is not None)):
+            if own:
+                lengths = (seen - begins + 1)[rows]
+                given = q[rows], pages[a], lengths, table[rows], scoring, sinks[i]
+                outs.append(attend_wide_pages(*given, mesh=spec.mesh))
+                continue
             begin, count = rows.start, rows.stop - rows.start
             outs.append(
                 kernel(
@@ -417,24 +423,6 @@ def _attend_on_cpu(
         return out
 
     return attend
-
-
-def _attend_recent(
-    pages: Array,
-    recent: tuple[Array, Array],
-    q: Array,
-    positions: Array,
-    scoring: Scoring,
-    sinks: Array | None,
-) -> Array:
-    """Attend to the window of a layer with sinks, which the kernel has not within a window: gather
-    its pages (recent_pages)."""
-    tables, begins = recent
-    keys, values = cache.pairs_of(pages, tables, q.shape[-1])
-    columns = jnp.arange(keys.shape[-1]) + begins[:, None]
-    own = positions[:, None]
-    visible = (columns <= own) & (columns > own - scoring.window)
-    return cache.attend_columns(q, keys, values, visible, scoring.cap, sinks)
 
 
 def _finish(

@@ -16,7 +16,8 @@ from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import AnyArray
+from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
@@ -25,6 +26,11 @@ def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
     if spec.on_gpu:
         return partial(gpu_pages.attend_pages, mesh=spec.mesh)
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+
+
+def draw_kernel(spec: EngineSpec) -> Kernel | None:
+    """Return the kernel that draws tokens on the engine's devices; None: XLA's programs do."""
+    return partial(drawn_by_kernel, mesh=spec.mesh) if spec.draws_by_kernel else None
 
 
 def forward(
