@@ -70,8 +70,7 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 def skip_absent_accelerators() -> None:
     """Keep JAX from starting libtpu, which logs many errors, and the CUDA plugin, which logs its
-    own
-    failure, on a host without any accelerator: either may be there for its compiler alone.
+    own failure, on a host without any accelerator: either may be there for its compiler alone.
 
     Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
     are plugins of others.
