@@ -43,22 +43,18 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> A
         sizes: [E] int32, rows of each group; rows behind them all give 0.
         dtype: of the result.
     """
-    return _by_platform(rows, matrices, sizes, dtype, turned=False)
-
-
-def _by_platform(rows: Array, matrices: Array, sizes: Array, dtype: Any, *, turned: bool) -> Array:
-    """Multiply each row with its group's matrix; turned: [E, F, D]."""
     out: Array = jax.lax.platform_dependent(
         rows,
         matrices,
         sizes,
-        cuda=partial(grouped_product_on_gpu, dtype=dtype, turned=turned),
-        default=partial(_by_xla, dtype=dtype, turned=turned),
+        cuda=partial(grouped_product_on_gpu, dtype=dtype),
+        default=partial(_by_xla, dtype=dtype, turned=False),
     )
     return out
 
 
 def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: bool) -> Array:
+    """Multiply each row with its group's matrix; turned: [E, F, D]."""
     numbers = RaggedDotDimensionNumbers(
         dot_dimension_numbers=TO_ROWS if turned else FORWARD,
         lhs_ragged_dimensions=[0],
@@ -103,15 +99,7 @@ grouped_product.defvjp(_forward, _backward)
 
 
 def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
-    return jax.lax.ragged_dot_general(
-        cotangent,
-        matrices,
-        sizes,
-        RaggedDotDimensionNumbers(
-            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-        ),
-        preferred_element_type=jnp.float32,
-    ).astype(cotangent.dtype)
+    return _by_xla(cotangent, matrices, sizes, dtype=cotangent.dtype, turned=True)
 
 
 def rows_gradient_on_tpu(
