@@ -89,7 +89,7 @@ def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> Non
 def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
     """Raise ConfigError if the devices certainly do not hold what a run keeps there; samplers in
     processes of their own see for themselves (check_sampler_fits)."""
-    if config.mesh.remote or config.sampler.engine != "ours":
+    if config.mesh.remote or config.sampler.engine != "native":
         return
     trainer = trainer_bytes(config, spec) if slices.colocated else 0.0
     check_sampler_fits(config, spec, slices.sampler, trainer)
