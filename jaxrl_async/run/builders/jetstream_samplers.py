@@ -127,7 +127,7 @@ def made_engine(
             seed=seed,
             tokenizer=policy.tokenizer,
             mesh=mesh,
-            dtype=jnp.dtype(config.model.dtype),
+            dtype=jnp.dtype(config.model.computes_in),
         )
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(
