@@ -353,10 +353,12 @@ class WireSession:
         other side.
         """
         with self._changed:
-            if self._over:
-                return
+            over = self._over
             now_s, now, seen = time.monotonic(), (self._heard, self._taken), self._seen
             full, said_all = self._full, self._bye_sent
+        if over:  # it ended before it was started
+            WATCH.remove(self)
+            return
         passed_s = min(now_s - self._looked_s, 2 * self.look_s)
         self._looked_s, self._seen = now_s, now
         self._unheard_s = 0.0 if now[0] != seen[0] or full else self._unheard_s + passed_s
@@ -416,7 +418,10 @@ class Watch:
                     look_s = session.look_s
                     self._due[session] = (now_s // look_s + 1) * look_s
             for session in due:
-                session.look()
+                try:
+                    session.look()
+                except Exception:  # the others are watched all the same
+                    log.exception("the session with %s cannot be looked at", session.peer)
 
 
 WATCH = Watch()

@@ -203,3 +203,17 @@ def test_one_thread_watches_all_sessions_and_ends_with_the_last(
     again = session_pair(limits=limits)
     assert watching() == 1
     again.close()
+
+
+def test_a_session_that_ends_before_it_is_started_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = session_module.Watch()
+    monkeypatch.setattr(session_module, "WATCH", watch)
+    session = session_module.WireSession("s", WireLimits(silence_s=0.1))
+    session.lost("another has joined in its place")
+    session.start()
+    end_s = time.monotonic() + WAIT_S
+    while watch._due and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not watch._due

@@ -203,6 +203,7 @@ class DevicePuller:
             self._wait(holder.device, pulled, stopped)
             _compare(asked, pulled, sums, manifest)
             arrays |= zip(asked, pulled, strict=True)
+            del pulled  # what is put together frees its pieces: there is room for two sets alone
         own: dict[tuple[int, Box], list[tuple[WeightPiece, Any]]] = {t: [] for t in targets}
         for piece in pieces:
             own[target_of[piece]].append((piece, arrays.pop(piece)))

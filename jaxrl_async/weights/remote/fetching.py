@@ -312,7 +312,7 @@ class PieceFetching:
         began_s = time.monotonic()
         try:
             placed = puller.pull(found, self._manifest, self._boxes, stopped)
-        except WeightsError as error:
+        except Exception as error:  # JAX's own, too: what its transport lacks here, no memory
             if reason := stopped():
                 raise WeightsError(f"version {found.version} was not fetched: {reason}") from error
             if self._ways.trial is not None:

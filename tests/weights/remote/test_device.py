@@ -335,3 +335,37 @@ def test_a_pull_that_a_newer_offer_ends_is_no_failure_of_the_way(trainer, fetchi
         fetching.fetch(26, where, [trainer.address], newer)
     assert dict(fetching.counts) == before
     trainer.withdraw(26)
+
+
+def test_an_error_of_jaxs_own_is_a_failure_of_the_way(trainer, fetchings, monkeypatch):
+    tree, fetching = host_tree(11), fetchings((1, 4))
+
+    def pull(*_):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: not on this backend")
+
+    monkeypatch.setattr(fetching._ways.puller, "_connection", pull)
+    where, before = trainer.offer(27, on_trainer(tree)), fetching.counts["without_device"]
+    got = fetching.fetch(27, where, [trainer.address], threading.Event())
+    assert same_bits(got.params, tree) and got.fallbacks == 1
+    assert fetching.counts["without_device"] == before + 1
+    trainer.withdraw(27)
+
+
+def test_pieces_are_freed_while_they_are_put_together(trainer, fetchings, monkeypatch):
+    tree, fetching, most = host_tree(12), fetchings((1, 1)), []
+    where = trainer.offer(28, jax.block_until_ready(on_trainer(tree)))
+    join = device._put_together
+
+    def measured(box, pieces):
+        joined = join(box, pieces)
+        del pieces
+        most.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+        return joined
+
+    monkeypatch.setattr(device, "_put_together", measured)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    got = fetching.fetch(28, where, [trainer.address], threading.Event())
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(got.params))
+    assert most[-1] < 1.5 * whole, "the pieces are there as well"
+    trainer.withdraw(28)
