@@ -184,8 +184,10 @@ def test_what_is_written_is_what_train_and_gke_take(tmp_path, capsys):
     assert values.trainer.tpu.chips == 16 and values.samplers.tpu.topology == "2x2"
     assert main([str(tmp_path / "out/values.yaml")]) == 0
     shown = list(yaml.safe_load_all(capsys.readouterr().out))
-    jobs = shown[-1]["spec"]["replicatedJobs"]
-    assert [(job["name"], job["replicas"]) for job in jobs] == [("trainer", 1), ("sampler", 4)]
+    jobs = [j for s in shown if s["kind"] == "JobSet" for j in s["spec"]["replicatedJobs"]]
+    assert sorted((j["name"], j["replicas"]) for j in jobs) == [("sampler", 1)] * 4 + [
+        ("trainer", 1)
+    ]
     assert any("jaxrl_async.launch.gke" in line for line in lines)
     assert any("jaxrl_async.sample --join" in line for line in lines)
 
@@ -232,6 +234,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.plan.chips import parse_slice, parse_chips
 from jaxrl_async.plan.cost import cost_of
 from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.pace import pace_of
 from jaxrl_async.plan.places import make_places
 
 config = Config.model_validate({"mesh": {
@@ -248,7 +251,7 @@ def on(*spec):
 w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on("fsdp"))
 x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=on(("data", "fsdp")))
 program = jax.jit(gradient, out_shardings=on("fsdp")).lower(w, x).compile()
-cost = cost_of(parse(program.as_text()), dict(mesh.shape))
+cost = cost_of(parse(program.as_text()), dict(mesh.shape), pace_of(parse_slice("v5e-4").chip))
 print(json.dumps({"slices": [[d.slice_index for d in row.flat] for row in mesh.devices],
                   "collectives": [asdict(c) for c in cost.collectives]}))
 """

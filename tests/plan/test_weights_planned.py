@@ -8,9 +8,10 @@ import pytest
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.plan.__main__ import main
-from jaxrl_async.plan.chips import parse_slice
+from jaxrl_async.plan.chips import CHIPS, parse_slice
 from jaxrl_async.plan.cost import BETWEEN_SLICES, Collective, cost_of
 from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.pace import pace_of
 from jaxrl_async.plan.plan import between_slices, transfer_of
 from jaxrl_async.plan.timing import collective_s
 
@@ -37,7 +38,8 @@ MIB = 2.0**20
     ],
 )
 def test_what_goes_between_slices_is_counted_as_the_compiler_writes_it(kind, target, slices, sent):
-    cost = cost_of(parse(SEND.format(kind=kind, target=target)), {"data": 2, "fsdp": 4})
+    program, chip = parse(SEND.format(kind=kind, target=target)), CHIPS["v5e"]
+    cost = cost_of(program, {"data": 2, "fsdp": 4}, pace_of(chip))
     name = kind.lower().replace("_", "-")
     assert cost.collectives == (
         Collective(kind=name, axes=BETWEEN_SLICES, group=slices, num_bytes=sent, times=1.0),

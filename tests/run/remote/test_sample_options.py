@@ -64,8 +64,8 @@ def test_processes() -> None:
         (("::1:7077",), 2, "write an IPv6 address in brackets"),
         (("127.0.0.1:9", "--mesh", "tensor"), 2, "is no axis"),
         (("127.0.0.1:9", "--tls-key", "/none"), 2, "tls"),
-        (("127.0.0.1:9", "--wait", "0.1"), 1, "no trainer let this sampler join within 0.1 s"),
-        (("/no/such/run", "--wait", "0.1"), 1, "join.json, which a trainer writes"),
+        (("127.0.0.1:9", "--wait", "0.1"), 69, "no trainer let this sampler join within 0.1 s"),
+        (("/no/such/run", "--wait", "0.1"), 69, "join.json, which a trainer writes"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(
