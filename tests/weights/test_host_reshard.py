@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transport_rig import same_bits
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.schema import AxesSection
@@ -52,14 +53,9 @@ def in_8_bits(params):
 def assert_same(moved, reference, target):
     for a, b, goal in zip(*map(jax.tree.leaves, (moved, reference, target)), strict=True):
         assert a.dtype == b.dtype and a.sharding.is_equivalent_to(goal, a.ndim)
-        assert same_bytes(a, b)
+        assert same_bits(a, b)
         for shard in a.addressable_shards:
-            assert same_bytes(shard.data, np.asarray(b)[shard.index])
-
-
-def same_bytes(a, b):
-    """Asserted by its truth alone: pytest would compare the differing bytes for minutes."""
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            assert same_bits(shard.data, np.asarray(b)[shard.index])
 
 
 def check_random(seed, dtype=None, convert=None):
