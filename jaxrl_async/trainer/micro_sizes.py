@@ -59,12 +59,7 @@ class MicroSizes:
             empty = (held - rest) / computed
             return (0.0 if empty <= MOST_EMPTY else empty, sum(counts), held)
 
-        numbers = (range(-(-larger // size) + 1) for larger, size in self._pairs)
+        numbers = (range(-(-self.most // size) + 1) for size in self.sizes[1:])
         counts = min(product(range(2), *numbers), key=cost)
         ends = (size for n, size in zip(counts, self.sizes, strict=True) for _ in range(n))
         return (*(self.most for _ in range(whole)), *ends)
-
-    @property
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Each size but the largest, behind the next larger one."""
-        return list(zip(self.sizes, self.sizes[1:], strict=False))

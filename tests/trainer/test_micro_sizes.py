@@ -49,3 +49,7 @@ def test_no_cover_of_as_few_empty_rows_has_fewer_micro_batches(rows, most):
 )
 def test_examples(rows, cover):
     assert MicroSizes((32, 8, 2)).cover(rows) == cover
+
+
+def test_many_of_the_smallest_size_may_replace_a_larger_one():
+    assert MicroSizes((54, 14, 4)).cover(23) == (4, 4, 4, 4, 4, 4), "24 rows, not 26"
