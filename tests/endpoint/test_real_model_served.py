@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.large,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(

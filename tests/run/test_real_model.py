@@ -15,6 +15,7 @@ from whole_rows import logprobs_of
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.large,
     pytest.mark.slow,
     pytest.mark.timeout(1800),  # minutes each where others compute, too
     pytest.mark.skipif(
