@@ -10,7 +10,8 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 NumberType = Literal["float32", "bfloat16"]
 AMPERE = 8
-"""The first compute capability of NVIDIA that multiplies in bfloat16."""
+"""The first compute capability of NVIDIA that multiplies in bfloat16, and for which XLA has Triton,
+in which kernels of our own are written."""
 FamilyName = Literal[
     "llama",
     "qwen2",
@@ -114,8 +115,8 @@ class ModelSection(Section):
     """Spread tokens evenly over the experts of a mixture."""
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
     """The trainer's attention: plain JAX (reference, all scores of a row in memory), TPU's splash,
-    NVIDIA's cuDNN (Hopper and later, bfloat16, no caps, no sinks) or kernels of our own for any
-    model on NVIDIA (flash); auto: by platform and model."""
+    NVIDIA's cuDNN (Hopper and later, bfloat16, heads of 128 at most, of 256 on Hopper, no caps, no
+    sinks) or kernels of our own for any model on NVIDIA (flash); auto: by platform and model."""
 
     @property
     def computes_in(self) -> NumberType:

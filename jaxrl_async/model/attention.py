@@ -17,8 +17,10 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import gpu_flash, gpu_packed, kernels
+from jaxrl_async.model.card import capability_of
 from jaxrl_async.model.cpu.gradients import flash, tree_flash
 from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
@@ -438,11 +440,18 @@ def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttentio
     return kernels.per_shard(partial(tree_splash, most=most), mesh, part)
 
 
-LEAST_CAPABILITY = {"cudnn": 9.0, "flash": 8.0}
-"""Least compute capability of NVIDIA's GPUs: cuDNN has packed rows from Hopper on, Triton needs an
-Ampere."""
-WIDEST_CUDNN = 256
-"""Widest heads that cuDNN trains."""
+HOPPER = 9
+"""The first compute capability of NVIDIA for which cuDNN has packed rows."""
+WIDEST_CUDNN = {HOPPER: 256}
+"""Widest heads that cuDNN trains, by the major compute capability; of all others after Hopper:"""
+WIDEST_CUDNN_LATER = 128
+"""JAX's own check allows 256 there, but NVIDIA's frontend in jaxlib refuses more than 128 in the
+backward pass of all but Hopper (scaled_dot_product_flash_attention.h, versions 1.18 to 1.23). 256
+on 10.x, packed, needs version 1.26 and cuDNN 9.30 (github.com/NVIDIA/TransformerEngine/pull/3056).
+"""
+LEAST_CUDNN = {(10, 3): (9, 11, 0), (12, 0): (9, 18, 1), (12, 1): (9, 18, 1)}
+"""Least version of cuDNN for packed rows on cards that need a newer one: JAX refuses an older one
+on 10.3, and 12.x has packed rows since (github.com/NVIDIA/TransformerEngine/pull/2693)."""
 
 
 def has_cpu_kernels(device: Any, dtype: Any) -> bool:
@@ -460,14 +469,15 @@ def obstacle(
         return f"needs a TPU, and the trainer runs on {device.platform}. Set it to auto."
     if name not in ("cudnn", "flash"):
         return None
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0" on NVIDIA
-    if not capability[:1].isdigit():
+    capability = capability_of(device)
+    if capability is None:
         return f"needs an NVIDIA GPU, and the trainer runs on {device.platform}. Set it to auto."
-    least = LEAST_CAPABILITY[name]
-    if float(capability) < least:
+    its = "{}.{}".format(*capability)
+    least = HOPPER if name == "cudnn" else AMPERE
+    if capability[0] < least:
         return (
-            f"needs an NVIDIA GPU of compute capability {least}, and the trainer's has {capability}"
-            ". Set it to auto."
+            f"needs an NVIDIA GPU of compute capability {least}.0, and the trainer's has {its}. "
+            "Set it to auto."
         )
     if name == "flash":
         return None
@@ -485,10 +495,18 @@ def obstacle(
         return "has no cap of scores, as this model wants. Set model.attention=flash."
     if sinks:
         return "has no attention sinks, as this model wants. Set model.attention=flash."
-    if head_dim > WIDEST_CUDNN or head_dim % 8:
+    widest = WIDEST_CUDNN.get(capability[0], WIDEST_CUDNN_LATER)
+    if head_dim > widest or head_dim % 8:
         return (
-            f"wants heads of a multiple of 8, at most {WIDEST_CUDNN}, and the model's are "
-            f"{head_dim} wide. Set model.attention=flash."
+            f"wants heads of a multiple of 8, at most {widest} on compute capability {its}, and "
+            f"the model's are {head_dim} wide. Set model.attention=flash."
+        )
+    needed, found = LEAST_CUDNN.get(capability), gpu_packed.cudnn_version()
+    if needed and found and found < needed:
+        wanted, older = (".".join(map(str, version)) for version in (needed, found))
+        return (
+            f"needs cuDNN {wanted} on compute capability {its}, and {older} is installed. Install "
+            "a newer nvidia-cudnn, or set model.attention=flash."
         )
     return None
 

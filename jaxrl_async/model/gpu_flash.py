@@ -126,6 +126,45 @@ def tree_flash_part(
     return _attended(q_BtHK, k_BTNK, v_BTNK, *of_extent(extent), places_t, scoring, sinks_H)
 
 
+def flash_with_sums(
+    q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array, scoring: Scoring = PLAIN
+) -> tuple[Array, Array]:
+    """Attend as `flash`, without a gradient; return the log of each query's sum, too, [B, H, T]
+    float32."""
+    T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+    arrays, sight, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    out, sums = _forward(*arrays, None, sight, how)
+    return out[:, :T, :, :K], sums[:, :, :T]
+
+
+def flash_backward(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    scoring: Scoring,
+    out: Array,
+    sums: Array,
+    grad: Array,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of q, k and v, given what `flash_with_sums` returned and the gradient of
+    its output."""
+    T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+    arrays, sight, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    more = arrays[0].shape[1] - T
+    wide = ((0, 0), (0, more), (0, 0), (0, arrays[0].shape[3] - K))
+    kept = *arrays, None, sight, jnp.pad(out, wide), jnp.pad(sums, ((0, 0), (0, 0), (0, more)))
+    dq, dk, dv, *_ = _flash_backward(how, kept, jnp.pad(grad, wide))
+    return dq[:, :T, :, :K], dk[:, :T, :, :K], dv[:, :T, :, :K]
+
+
+def _of_segments(
+    q: Array, k: Array, v: Array, segment_ids: Array, scoring: Scoring
+) -> tuple[tuple[Array, Array, Array], Sight, How]:
+    places = jnp.arange(q.shape[1], dtype=jnp.int32)
+    return _whole(q, k, v, segment_ends(segment_ids), None, places, scoring)
+
+
 def _attended(
     q: Array,
     k: Array,
@@ -136,7 +175,21 @@ def _attended(
     scoring: Scoring,
     sinks: Array | None,
 ) -> Array:
-    """Pad lengths and widths to whole blocks, and attend."""
+    arrays, sight, how = _whole(q, k, v, until, positions, places, scoring)
+    out: Array = _flash(*arrays, None if sinks is None else sinks.astype(jnp.float32), sight, how)
+    return out[:, : q.shape[1], :, : q.shape[3]]
+
+
+def _whole(
+    q: Array,
+    k: Array,
+    v: Array,
+    until: Array,
+    positions: Array | None,
+    places: Array,
+    scoring: Scoring,
+) -> tuple[tuple[Array, Array, Array], Sight, How]:
+    """Pad lengths and widths of q, k and v to whole blocks."""
     t, K = q.shape[1], q.shape[3]
     width = max(SHORTEST, 2 ** (K - 1).bit_length())
     block = block_of(max(t, k.shape[1]), width, q.dtype)
@@ -159,8 +212,7 @@ def _attended(
         jnp.pad(x, ((0, 0), more, (0, 0), (0, width - K)))
         for x, more in ((q, queries), (k, keys), (v, keys))
     )
-    out: Array = _flash(q, k, v, None if sinks is None else sinks.astype(jnp.float32), sight, how)
-    return out[:, :t, :, :K]
+    return (q, k, v), sight, how
 
 
 def block_of(length: int, width: int, dtype: Any) -> int:

@@ -8,6 +8,10 @@ one multiplies the offsets of the keys by the number of query heads, so keys and
 here until they have as many. cuDNN reserves, while a layer runs, as many numbers for each of the
 most segments of a row as for a whole row: 4 bytes x heads x length, so the number is bounded
 (MOST_SEGMENTS), and rows of more take the kernels of gpu_flash.py, as a branch of the program.
+
+    forward     keeps the output and the log of each query's sum, for the backward pass
+    backward    computes from them, so attention runs forward once, and once more where a layer is
+                computed again as a whole (model.remat=layer)
 """
 
 import inspect
@@ -21,7 +25,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.model.gpu_flash import flash
+from jaxrl_async.model.gpu_flash import flash, flash_backward, flash_with_sums
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
 
 MOST_SEGMENTS = 16
@@ -32,10 +36,16 @@ MULTIPLE = 8
 MOST_ELEMENTS = 2**31
 """Offsets are int32, and count the numbers of all rows."""
 
-Attend = Callable[[Array, Array, Array, "Offsets", float, int], Array]
-"""(q, k, v [B, T, H, K], offsets, scale, window; 0: none) -> [B, T, H, K], causal by segment."""
+RULE = {
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "cudnn_version",
+    "sliding_window_length", "score_mod", "is_training", "return_residual", "res", "grad_output",
+}  # fmt: skip
+"""Arguments by which JAX's rule of the backward pass is known, of jax 0.10 to 0.12."""
+
 Plain = Callable[[Array, Array, Array, Array], Array]
 """(q, k, v, segment ids) -> [B, T, H, K]."""
+Grads = tuple[Array, Array, Array]
+"""Of q, k and v."""
 
 
 class Offsets(NamedTuple):
@@ -70,25 +80,66 @@ def _begins(segment_ids_BT: Array) -> Array:
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
 
+class Kernels(NamedTuple):
+    """cuDNN's attention of q, k, v [B, T, H, K], causal by segment; a window of 0: none."""
+
+    attend: Callable[[Array, Array, Array, Offsets, float, int], Array]
+    """(q, k, v, offsets, scale, window) -> out [B, T, H, K]."""
+    forward: Callable[[Array, Array, Array, Offsets, float, int], tuple[Array, Array]]
+    """The same, and sums [B x MOST_SEGMENTS, H, T] float32 for the backward pass."""
+    backward: Callable[[Array, Array, Array, Offsets, float, int, Array, Array, Array], Grads]
+    """(..., out, sums, gradient of out) -> gradients."""
+
+
+class Passes(NamedTuple):
+    """One branch: an attention of q [B, T, H, K], k and v [B, T, N, K] and segment ids [B, T].
+    Branches return sums of one shape."""
+
+    attend: Plain
+    forward: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+    backward: Callable[[Array, Array, Array, Array, Array, Array, Array], Grads]
+    """(q, k, v, segment ids, out, sums, gradient of out) -> gradients."""
+
+
+# ---- JAX's private function
+
+
 @cache
 def cudnn_attention() -> Any | None:
-    """Return JAX's private module of cuDNN's attention; None if it has no offsets."""
+    """Return JAX's private module of cuDNN's attention; None if it has no offsets, or its backward
+    pass takes arguments that are not known here."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
         given = inspect.signature(private.dot_product_attention).parameters
-        causal = private.MaskType.PADDING_CAUSAL
+        backward = inspect.signature(private._dot_product_attention_bwd_rule).parameters
+        layout, causal = private.AttentionLayout.BTNH, private.MaskType.PADDING_CAUSAL
     except (ImportError, AttributeError):
         return None
-    wanted = {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length"}
-    return private if wanted <= given.keys() and causal is not None else None
+    wanted = {
+        "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length",
+        "return_residual",
+    }  # fmt: skip
+    known = wanted <= given.keys() and backward.keys() <= RULE
+    return private if known and None not in (layout, causal) else None
 
 
-def by_cudnn(q: Array, k: Array, v: Array, offsets: Offsets, scale: float, window: int) -> Array:
-    """Call cuDNN, with as many kv heads as query heads."""
-    private = cudnn_attention()
-    assert private is not None, "attention.obstacle has refused it"
-    out: Array = private.dot_product_attention(
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return the version of cuDNN that is installed, (9, 12, 0); None if there is none, as where a
+    plan is made."""
+    try:
+        found = _private().check_cudnn_version()
+    except RuntimeError:
+        return None
+    return found // 10_000, found // 100 % 100, found % 100
+
+
+def by_cudnn(
+    q: Array, k: Array, v: Array, offsets: Offsets, scale: float, window: int, *, sums: bool = False
+) -> Any:
+    """Call cuDNN, with as many kv heads as query heads; sums: return them, too."""
+    private = _private()
+    return private.dot_product_attention(
         q,
         k,
         v,
@@ -99,8 +150,56 @@ def by_cudnn(q: Array, k: Array, v: Array, offsets: Offsets, scale: float, windo
         scale=scale,
         mask_type=private.MaskType.PADDING_CAUSAL,
         sliding_window_length=window or None,
+        return_residual=sums,
     )
-    return out
+
+
+def backward_by_cudnn(
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets: Offsets,
+    scale: float,
+    window: int,
+    out: Array,
+    sums: Array,
+    grad: Array,
+) -> Grads:
+    """Call cuDNN's backward pass by JAX's own rule for it, given what the forward pass returned."""
+    private = _private()
+    rule = private._dot_product_attention_bwd_rule
+    names = inspect.signature(rule).parameters
+    none, no_arrays = jnp.zeros(0, q.dtype), ((),) if "score_mod" in names else ()
+    by_name = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),  # no bias, and no gradient of one
+        "mask_type": private.MaskType.PADDING_CAUSAL,
+        "layout": private.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+        "score_mod": None,
+        "is_training": True,
+        "cudnn_version": 0,  # it is not asked for going backward
+        "return_residual": False,
+        "res": (q, k, v, none, *(offsets.lengths,) * 2, *(offsets.starts,) * 2, none, none,
+                *no_arrays, sums, out),
+        "grad_output": grad,
+    }  # fmt: skip
+    dq, dk, dv = rule(*(by_name[name] for name in names))[:3]
+    return dq, dk, dv
+
+
+def _private() -> Any:
+    private = cudnn_attention()
+    assert private is not None, "attention.obstacle has refused it"
+    return private
+
+
+CUDNN = Kernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
+
+
+# ---- the attention
 
 
 def cudnn(
@@ -111,30 +210,29 @@ def cudnn(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
-    attend: Attend = by_cudnn,
-    otherwise: Any = flash,
+    kernels: Kernels = CUDNN,
 ) -> Array:
-    """Attend causally within contiguous segments by cuDNN, and by `otherwise` where a row has more
-    than MOST_SEGMENTS of them. Differentiable; the backward pass runs the forward one again, so
-    nothing but q, k and v is kept.
+    """Attend causally within contiguous segments by cuDNN, and by gpu_flash.flash where a row has
+    more than MOST_SEGMENTS of them.
+
+    Differentiable: beside q, k and v the output is kept, and sums of 4 bytes x rows x MOST_SEGMENTS
+    x heads x length. Under model.remat=attention these alone are, and attention never runs again.
 
     Args:
-        q_BTHK: float16 or bfloat16; K a multiple of 8, at most 256.
+        q_BTHK: float16 or bfloat16; K a multiple of 8, at most what `attention.obstacle` allows.
         k_BTNK: of the same type.
         v_BTNK: of the same type.
         segment_ids_BT: 0 is padding, whose outputs are finite.
         scoring: a window; ConfigError for a cap.
         sinks_H: ConfigError, if there are any.
-        attend: what is called in place of cuDNN, in tests.
-        otherwise: a SequenceAttention for rows of more segments.
+        kernels: what is called in place of cuDNN, in tests.
     """
     refuse_cap(scoring, sinks_H)
-    others: Plain = partial(_with_scoring, otherwise, scoring)
     if q_BTHK.size >= MOST_ELEMENTS:
-        return others(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT)
-    ours: Plain = partial(_packed, attend, scoring.window)
-    out: Array = _either(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, ours, others)
-    return checkpoint_name(out, ATTENDED)
+        return flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    given = q_BTHK, k_BTNK, v_BTNK, segment_ids_BT
+    out: Array = _either(*given, _by_offsets(kernels, scoring.window), _by_flash(scoring))
+    return out
 
 
 def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
@@ -148,29 +246,72 @@ def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
         )
 
 
-def _with_scoring(
-    attention: Any, scoring: Scoring, q: Array, k: Array, v: Array, segments: Array
-) -> Array:
-    out: Array = attention(q, k, v, segments, scoring)
-    return out
+def _by_offsets(kernels: Kernels, window: int) -> Passes:
+    """Return cuDNN's passes, of rows in any number of kv heads and of any length."""
+
+    def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        whole, offsets = _whole(q, k, v), _padded_offsets(segment_ids)
+        return kernels.attend(*whole, offsets, q.shape[3] ** -0.5, window)[:, : q.shape[1]]
+
+    def forward(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        whole, offsets = _whole(q, k, v), _padded_offsets(segment_ids)
+        out, sums = kernels.forward(*whole, offsets, q.shape[3] ** -0.5, window)
+        return out[:, : q.shape[1]], sums
+
+    def backward(
+        q: Array, k: Array, v: Array, segment_ids: Array, out: Array, sums: Array, grad: Array
+    ) -> Grads:
+        whole, pull = jax.vjp(_whole, q, k, v)
+        offsets, scale = _padded_offsets(segment_ids), q.shape[3] ** -0.5
+        back = kernels.backward(*whole, offsets, scale, window, _padded(out), sums, _padded(grad))
+        dq, dk, dv = pull(back)
+        return dq, dk, dv
+
+    return Passes(attend, forward, backward)
 
 
-def _packed(attend: Attend, window: int, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    """Repeat the kv heads, pad the rows, and attend by the offsets of their segments."""
-    T, H, K = q.shape[1:]
-    copies = H // k.shape[2]
+def _by_flash(scoring: Scoring) -> Passes:
+    """Return the passes of gpu_flash, with sums of the shape of cuDNN's: the first rows' count."""
+
+    def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        return flash(q, k, v, segment_ids, scoring)
+
+    def forward(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        out, sums = flash_with_sums(q, k, v, segment_ids, scoring)
+        B, T = segment_ids.shape
+        return out, jnp.pad(sums, ((0, B * (MOST_SEGMENTS - 1)), (0, 0), (0, -T % MULTIPLE)))
+
+    def backward(
+        q: Array, k: Array, v: Array, segment_ids: Array, out: Array, sums: Array, grad: Array
+    ) -> Grads:
+        B, T = segment_ids.shape
+        return flash_backward(q, k, v, segment_ids, scoring, out, sums[:B, :, :T], grad)
+
+    return Passes(attend, forward, backward)
+
+
+def _whole(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Repeat the kv heads until they are as many as the query heads, and pad the rows."""
+    copies = q.shape[2] // k.shape[2]
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    end = (0, 0), (0, -T % MULTIPLE)
-    q, k, v = (jnp.pad(x, (*end, (0, 0), (0, 0))) for x in (q, k, v))
-    offsets = offsets_of(jnp.pad(segment_ids, end))
-    return attend(q, k, v, offsets, K**-0.5, window)[:, :T]
+    return _padded(q), _padded(k), _padded(v)
+
+
+def _padded(x_BT: Array) -> Array:
+    more = (0, -x_BT.shape[1] % MULTIPLE)
+    return jnp.pad(x_BT, ((0, 0), more, *((0, 0),) * (x_BT.ndim - 2)))
+
+
+def _padded_offsets(segment_ids_BT: Array) -> Offsets:
+    return offsets_of(_padded(segment_ids_BT))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _either(q: Array, k: Array, v: Array, segments: Array, one: Plain, other: Plain) -> Array:
-    """Run one function if cuDNN takes that many segments, else the other."""
-    out: Array = jax.lax.cond(_is_few(segments), one, other, q, k, v, segments)
+def _either(q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes) -> Array:
+    """Attend by `one` if cuDNN takes that many segments, else by `other`."""
+    few = _is_few(segments)
+    out: Array = jax.lax.cond(few, one.attend, other.attend, q, k, v, segments)
     return out
 
 
@@ -180,21 +321,19 @@ def _is_few(segments: Array) -> Array:
 
 
 def _either_forward(
-    q: Array, k: Array, v: Array, segments: Array, one: Plain, other: Plain
+    q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes
 ) -> tuple[Array, tuple[Array, ...]]:
-    return _either(q, k, v, segments, one, other), (q, k, v, segments)
+    few = _is_few(segments)
+    out, sums = jax.lax.cond(few, one.forward, other.forward, q, k, v, segments)
+    out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
+    return out, (q, k, v, segments, out, sums)
 
 
 def _either_backward(
-    one: Plain, other: Plain, kept: tuple[Array, ...], grad: Array
+    one: Passes, other: Passes, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, segments = kept
-
-    def pulled(function: Plain, q: Array, k: Array, v: Array, grad: Array) -> Any:
-        return jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)[1](grad)
-
-    few = _is_few(segments)
-    dq, dk, dv = jax.lax.cond(few, partial(pulled, one), partial(pulled, other), q, k, v, grad)
+    few = _is_few(kept[3])
+    dq, dk, dv = jax.lax.cond(few, one.backward, other.backward, *kept, grad)
     return dq, dk, dv, None
 
 

@@ -4,6 +4,10 @@ kernels, per device. Pure functions.
 Pallas kernels, and cuDNN's, say nothing of their cost in the text; that of attention in training,
 of the experts' products and of drawing tokens is counted from the shapes of their arguments, here
 and in pace.py (attention on the pages depends on the lengths at run time: plan.py takes the mean).
+
+Of a conditional one branch counts, since one runs: that with cuDNN's attention if there is such,
+else the costliest. The text does not say which: gpu_packed.py decides by the number of segments of
+the rows, and the rows of a plan have one each.
 """
 
 import math
@@ -100,8 +104,18 @@ def cost_of(
         pace: how long an instruction takes.
         open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
     """
+
+    def choose(branches: tuple[str, ...], turns: tuple[float, ...]) -> str:
+        def weight(name: str) -> tuple[bool, float, float]:
+            branch = Program(entry=name, computations=program.computations)
+            cost = cost_of(branch, mesh, pace, open_turns=turns)
+            by_cudnn = any(k.name.startswith("cudnn_attention") for k in cost.kernels)
+            return by_cudnn, cost.flops + sum(k.flops for k in cost.kernels), cost.compute_s
+
+        return max(branches, key=weight)
+
     times: dict[str, float] = defaultdict(float)
-    for name, count in walk(program, open_turns):
+    for name, count in walk(program, choose, open_turns):
         times[name] += count
     inner = set(_fused(program))
     multiplies = _with_products(program)

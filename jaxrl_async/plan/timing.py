@@ -47,6 +47,9 @@ CARD_HOP_S = 3e-6
 BACKWARD = (
     "splash_mha_dkv", "splash_mha_dq", "flash_keys", "flash_queries", "cudnn_attention_backward",
 )  # fmt: skip
+ON_PAGES = ("ragged_paged", "decode_on_pages", "attend_pages")
+"""How the names of kernels begin that attend on the pages of the KV cache: JAX's for TPUs, ours for
+TPUs, and ours for cards. What they compute, and read, their text does not tell."""
 EXPOSED = ("all-reduce", "all-to-all")
 
 
@@ -153,7 +156,7 @@ def timing(
     seconds = {c: collective_s(c, where) for c in cost.collectives}
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED or c.axes == BETWEEN_SLICES)
     talk = sum(seconds.values())
-    on_pages = any(not k.flops for k in attention)  # otherwise reading is among the instructions
+    on_pages = any(k.name.startswith(ON_PAGES) for k in cost.kernels)  # else they are gathered
     read_s = cache_bytes / chip.hbm_bytes_per_s if on_pages else 0.0
     return Timing(
         compute_s=cost.compute_s + grouped_s,

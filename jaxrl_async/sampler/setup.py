@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
+from jaxrl_async.model.card import has_triton
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.delta_layer import empty_states
-from jaxrl_async.model.gpu_pages import has_kernel
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
@@ -361,12 +362,13 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
     need heads that leave columns for them. Raises ConfigError."""
     device = device_of(mesh)
     if device.platform == "gpu":
-        if attention == "ragged" and not has_kernel(device):
+        if attention == "ragged" and not has_triton(device):
             raise ConfigError(
-                "sampler.attention=ragged needs an NVIDIA GPU of compute capability 8.0 or newer, "
-                f"and the sampler's is a {device.device_kind}. Set sampler.attention=gathered."
+                f"sampler.attention=ragged needs an NVIDIA GPU of compute capability {AMPERE}.0 "
+                f"or newer, and the sampler's is a {device.device_kind}. Set "
+                "sampler.attention=gathered."
             )
-        return attention != "gathered" and has_kernel(device)
+        return attention != "gathered" and has_triton(device)
     if attention == "ragged" and spec.latent:
         raise ConfigError(
             f"sampler.attention=ragged: the kernel has no latent attention, which this "

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_mesh
-from jaxrl_async.model import kernels
+from jaxrl_async.model import gpu_packed, kernels
 from jaxrl_async.model.attention import (
     SEQUENCE_ATTENTION,
     obstacle,
@@ -44,6 +45,9 @@ CPU = jax.devices("cpu")[0]
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
+B200 = SimpleNamespace(platform="gpu", compute_capability="10.0")
+B300 = SimpleNamespace(platform="gpu", compute_capability="10.3")
+RTX_5090 = SimpleNamespace(platform="gpu", compute_capability="12.0")
 T4 = SimpleNamespace(platform="gpu", compute_capability="7.5")
 AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
 
@@ -380,6 +384,12 @@ def test_ragged_paged_on_a_mesh_equals_its_reference(kv_heads):
         (H100, jnp.float16, 256, "cudnn"),
         (H100, jnp.bfloat16, 36, "flash"),
         (H100, jnp.float32, 128, "flash"),
+        (B200, jnp.bfloat16, 128, "cudnn"),
+        (B200, jnp.bfloat16, 136, "flash"),
+        (B200, jnp.bfloat16, 256, "flash"),
+        (B300, jnp.bfloat16, 256, "flash"),
+        (RTX_5090, jnp.bfloat16, 128, "cudnn"),
+        (RTX_5090, jnp.bfloat16, 256, "flash"),
         (A100, jnp.bfloat16, 128, "flash"),
         (A100, jnp.float32, 256, "flash"),
         (T4, jnp.bfloat16, 128, "reference"),
@@ -401,7 +411,10 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(device, dtype, head_di
         ("cudnn", AMD, jnp.bfloat16, 64, "needs an NVIDIA GPU, and the trainer runs on gpu"),
         ("cudnn", H100, jnp.float32, 64, "model.dtype is float32. Set model.dtype=bfloat16 or"),
         ("cudnn", A100, jnp.bfloat16, 128, "of compute capability 9.0, and the trainer's has 8.0"),
-        ("cudnn", H100, jnp.bfloat16, 264, "at most 256, and the model's are 264 wide"),
+        ("cudnn", H100, jnp.bfloat16, 264, "at most 256 on compute capability 9.0, and"),
+        ("cudnn", H100, jnp.bfloat16, 264, "the model's are 264 wide. Set model.attention=flash"),
+        ("cudnn", B200, jnp.bfloat16, 256, "at most 128 on compute capability 10.0, and the mod"),
+        ("cudnn", RTX_5090, jnp.bfloat16, 192, "at most 128 on compute capability 12.0, and"),
         ("cudnn", H100, jnp.bfloat16, 36, "Set model.attention=flash"),
         ("flash", CPU, jnp.float32, 64, "needs an NVIDIA GPU, and the trainer runs on cpu"),
         ("flash", T4, jnp.float32, 64, "of compute capability 8.0, and the trainer's has 7.5"),
@@ -412,6 +425,29 @@ def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, h
     mesh: Any = SimpleNamespace(devices=np.array([device]), size=1)
     with pytest.raises(ConfigError, match=f"^model.attention={name} "):
         sequence_attention(name, mesh=mesh, dtype=dtype, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "name"),
+    [
+        (RTX_5090, 91800, "flash"),
+        (RTX_5090, 91801, "cudnn"),
+        (B300, 91000, "flash"),
+        (B300, 91100, "cudnn"),
+        (H100, 91000, "cudnn"),
+    ],
+)
+def test_cards_whose_packed_rows_need_a_newer_cudnn_take_our_kernels(
+    monkeypatch, card, version, name
+):
+    private = gpu_packed.cudnn_attention()
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: version)
+    mesh: Any = SimpleNamespace(devices=np.array([card]), size=1)
+    chosen = sequence_attention("auto", mesh=mesh, dtype=jnp.bfloat16, head_dim=128)
+    assert chosen is SEQUENCE_ATTENTION[name]
+    if name == "flash":
+        said = str(obstacle("cudnn", card, jnp.bfloat16, 128))
+        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* and 9\.1\d\.0 is installed", said)
 
 
 def test_the_config_names_every_attention():

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.model.gpu_pages import attend_pages, column_parts, has_kernel, plan_of, tiles
+from jaxrl_async.model.card import has_triton
+from jaxrl_async.model.gpu_pages import attend_pages, column_parts, plan_of, tiles
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.setup import kv_plan, uses_ragged
@@ -247,7 +248,7 @@ def test_gpus_since_ampere_decode_on_the_pages_whatever_the_model() -> None:
     latent = a_model("deepseek_v3", 12, experts=4)
     h100, new = device("gpu")
     t4, old = device("gpu", "7.5")
-    assert has_kernel(h100) and not has_kernel(t4)
+    assert has_triton(h100) and not has_triton(t4)
     plain = a_model("qwen3", 256)
     section = schema.SamplerSection(**LARGE)
     for spec in (gemma, oss, latent, plain):

@@ -67,16 +67,55 @@ def test_a_loop_that_data_ends_turns_as_often_as_is_said():
     assert cost(program, open_turns=(4.0,)).flops == 4 * each
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_branches_of_a_conditional_count(count):
-    """All of them: which one runs is decided at run time."""
-    branches = [lambda x, n=n: jnp.sin(x * n) @ x for n in range(count)]
-    program = compiled(lambda n, x: jax.lax.switch(n, branches, x), jnp.int32(0), jnp.ones((8, 8)))
-    assert "branch_computations=" in program.as_text() or "true_computation=" in program.as_text()
-    assert cost(program).flops == count * 2 * 8 * 8 * 8
+@pytest.mark.parametrize("loops", [1, 5])
+def test_of_a_conditional_the_costliest_branch_counts(loops):
+    """One runs, and the text does not say which: 3 products of 8 x 8 x 8 here, 1 or none there."""
+
+    def one(x):
+        return jnp.sin(x @ x)
+
+    def three(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y @ y), x)
+
+    branches = [lambda x: x + 1, three, one]
+
+    def several(n, x):
+        return jax.lax.fori_loop(0, loops, lambda _, y: jax.lax.switch(n, branches, y), x)
+
+    program = compiled(several, jnp.int32(0), jnp.ones((8, 8)))
+    assert "branch_computations=" in program.as_text()
+    assert cost(program).flops == loops * 3 * 2 * 8 * 8 * 8
 
 
-def test_named_branches_are_followed():
+def test_of_two_branches_the_costlier_counts_wherever_it_stands():
+    def both(few, x, w):
+        return jax.lax.cond(few, lambda: x @ w, lambda: (x @ w) @ w)
+
+    x, w = jnp.zeros((4, 16)), jnp.zeros((16, 16))
+    assert cost(compiled(both, True, x, w)).flops == 2 * 2 * 4 * 16 * 16
+    program = compiled(lambda few, x, w: both(~few, x, w), True, x, w)
+    assert cost(program).flops == 2 * 2 * 4 * 16 * 16
+
+
+def test_a_branch_in_a_branch_is_chosen_for_itself():
+    def product(x):
+        return jnp.sin(x @ x)
+
+    def inner(few, x):
+        return jax.lax.cond(few, lambda: x + 1, lambda: product(x))
+
+    def outer(few, many, x):
+        return jax.lax.cond(few, lambda: product(inner(many, x)), lambda: product(x))
+
+    program = compiled(outer, True, True, jnp.zeros((8, 8)))
+    assert cost(program).flops == 2 * 2 * 8 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%other, %one}", "true_computation=%one, false_computation=%other"],
+)
+def test_named_branches_are_followed(branches):
     text = """HloModule m
 
 %one (x: f32[4,4]) -> f32[4,4] {
@@ -91,9 +130,9 @@ def test_named_branches_are_followed():
 ENTRY %main (n: s32[], a: f32[4,4]) -> f32[4,4] {
   %n = s32[] parameter(0)
   %a = f32[4,4]{1,0} parameter(1)
-  ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), branch_computations={%other, %one}
+  ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), BRANCHES
 }
-"""
+""".replace("BRANCHES", branches)
     assert cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).flops == 2 * 4**3
 
 

@@ -378,6 +378,29 @@ def test_the_experts_products_take_their_bytes_or_their_flops():
 
 
 @pytest.mark.parametrize(
+    ("kernels", "read"),
+    [
+        (("draw_token",), False),
+        (("draw_truncated", "ragged-dot-none"), False),
+        (("draw_token", "ragged_paged_attention_kernel"), True),
+        (("draw_token", "decode_on_pages"), True),
+        (("attend_pages",), True),
+    ],
+)
+def test_the_cache_is_read_by_attentions_kernel_and_not_by_the_one_that_draws(kernels, read):
+    """Where decoding gathers the pages, that is among the instructions, and so is its time."""
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.timing import timing
+
+    cost = Cost(kernels=tuple(Kernel(name=name, times=1, flops=0) for name in kernels))
+    done = Compiled(name="decode", side="sampler", fits=True, cost=cost)
+    took = timing(done, parse_slice("v5e-4"), cache_bytes=819e6)
+    assert took.kernels_s == (pytest.approx(1e-3 / 0.8) if read else 0)
+    assert took.roofline_s == (pytest.approx(1e-3) if read else 0)
+
+
+@pytest.mark.parametrize(
     ("generation", "length", "published"),
     [
         pytest.param("v5p", 2048, 0.27, id="axlearn, JAX's kernel in blocks of 512"),
