@@ -19,7 +19,7 @@ from jaxrl_async.errors import JaxrlError
 from jaxrl_async.host import host_memory, more_of_a_gpu
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
-from jaxrl_async.run.builders.device_memory import sampler_bytes, trainer_bytes
+from jaxrl_async.run.builders.device_memory import both_bytes, sampler_bytes, trainer_bytes
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
@@ -204,12 +204,14 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         smaller = more_of_a_gpu() + smaller
     if devices is None or devices.memory is None:
         here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
+        if mesh.colocated and sampler:
+            here = both_bytes(config, spec)
         yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
         return
     each_trainer = trainer / mesh.trainer.num_devices
     each_sampler = sampler / mesh.sampler.num_devices
     if mesh.colocated:
-        both = each_trainer + each_sampler
+        both = both_bytes(config, spec) / mesh.sampler.num_devices if sampler else each_trainer
         yield _fits("memory of a device, both sides", both, devices.memory, smaller)
         return
     yield _fits("memory of a trainer's device", each_trainer, devices.memory, smaller)

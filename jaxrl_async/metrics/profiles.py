@@ -27,11 +27,22 @@ def write_trace(root: Path, step: int, process: str, files: Mapping[str, bytes])
     """
     folder = root / SESSIONS / f"step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", process).lstrip(".")[:100] or "process"
+    name = _file_name(process)
     for suffix in SUFFIXES:
         part = folder / f".{name}{suffix}"
         part.write_bytes(files[suffix])
         os.replace(part, folder / f"{name}{suffix}")
+
+
+def sampler_process(name: str) -> str:
+    """Return what the traces of a sampler of this name are called: as itself, unless that could be
+    the trainer's (trainer, trainer-0, trainer-update), or another sampler's that has given way."""
+    own = _file_name(name)
+    return f"sampler-{own}" if re.match(r"(sampler-)*trainer", own) else own
+
+
+def _file_name(process: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", process).lstrip(".")[:100] or "process"
 
 
 def traces_of(root: Path) -> list[tuple[int, str, int]]:

@@ -197,13 +197,21 @@ class Slice:
     def _times(self) -> str:
         return f"{self.count} x " if self.count > 1 else ""
 
-    def sent_bytes_per_s(self, group: int) -> float:
-        """Return how many bytes a device sends in a second of a collective among `group`
-        devices."""
+    def sent_bytes_per_s(self, group: int, near: int = 0, *, in_a_ring: bool = True) -> float:
+        """Return how many bytes a device sends in a second of a collective.
+
+        Args:
+            group: devices that talk to one another.
+            near: of them, cards in one host; those of a group in several hosts send by the network
+                cards. 0 (TPUs): hosts do not matter.
+            in_a_ring: whether each byte leaves a host once, by any of its cards in the group.
+        """
         one_way = self.chip.ici_bytes_per_s / 2
         if not self.chip.is_card:
             return one_way * self.link_share(group)
-        return one_way if group <= self.shape[-1] else min(one_way, self.chip.dcn_bytes_per_s)
+        if near == group:
+            return one_way
+        return min(one_way, self.chip.dcn_bytes_per_s * (near if in_a_ring else 1))
 
     def link_share(self, group: int) -> float:
         """Return the share of a TPU's links that a collective among `group` devices can use.

@@ -80,7 +80,14 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
     cost = Cost()
     if program is not None:
         pace = pace_of(lowered.slice.chip)
-        cost = cost_of(program, lowered.mesh, pace, open_turns=lowered.open_turns)
+        where = lowered.slice
+        cost = cost_of(
+            program,
+            lowered.mesh,
+            pace,
+            open_turns=lowered.open_turns,
+            host=where.shape[-1] if where.chip.is_card else 0,
+        )
     return Compiled(name=lowered.name, side=lowered.side, cached=cached, cost=cost, **numbers)
 
 

@@ -12,7 +12,7 @@ the rows, and the rows of a plan have one each.
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +67,7 @@ class Collective:
     group: int  # devices that talk to one another
     num_bytes: float  # that a device sends, all times together
     times: float
+    near: int = 0  # of the group, how many are in one host, where cards are; 0: hosts do not matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,12 @@ class Cost:
 
 
 def cost_of(
-    program: Program, mesh: Mapping[str, int], pace: Pace, *, open_turns: Sequence[float] = ()
+    program: Program,
+    mesh: Mapping[str, int],
+    pace: Pace,
+    *,
+    open_turns: Sequence[float] = (),
+    host: int = 0,
 ) -> Cost:
     """Count the cost of a program on a mesh with these axes and sizes.
 
@@ -103,6 +109,8 @@ def cost_of(
         mesh: axes and their sizes.
         pace: how long an instruction takes.
         open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
+        host: devices of a host, which are neighbours in the mesh, where cards of one host talk
+            faster than those of several; 0: hosts do not matter.
     """
 
     def choose(branches: tuple[str, ...], turns: tuple[float, ...]) -> str:
@@ -155,7 +163,7 @@ def cost_of(
         compute_s=compute_s,
         products_s=products_s,
         collectives=(
-            *_summed(list(talks.values()), mesh),
+            *_summed(list(talks.values()), mesh, host),
             *(
                 Collective(kind=k, axes=BETWEEN_SLICES, group=g, num_bytes=b, times=n)
                 for (k, g), (b, n) in sorted(between.items())
@@ -420,22 +428,22 @@ def _channel(i: Instruction) -> str:
 
 
 def _summed(
-    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int]
+    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int], host: int
 ) -> tuple[Collective, ...]:
-    totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals: dict[tuple[str, str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for i, count, kind in talks:
         pairs = kind == "collective-permute"
-        groups = parse_groups(i.rest)
-        size = 2 if pairs else max((len(g) for g in groups), default=math.prod(mesh.values()))
+        groups = parse_groups(i.rest) or (tuple(range(math.prod(mesh.values()))),)
+        size = 2 if pairs else max(map(len, groups))
         axes = group_axes(groups, mesh)
         if size == 1 or not axes:
             continue
-        entry = totals[kind, axes, size]
+        entry = totals[kind, axes, size, near_in(groups, host) if host else 0]
         entry[0] += count * _sent(kind, _result_bytes(i), size)
         entry[1] += count
     return tuple(
-        Collective(kind=k, axes=a, group=g, num_bytes=b, times=n)
-        for (k, a, g), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
+        Collective(kind=k, axes=a, group=g, num_bytes=b, times=n, near=near)
+        for (k, a, g, near), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
     )
 
 
@@ -519,6 +527,16 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
     for d in order:
         ids = [i + k * strides[d] for i in ids for k in range(dims[d])]
     return ids
+
+
+def near_in(groups: Sequence[Sequence[int]], host: int) -> int:
+    """Return how many members of a group share a host of so many devices, where they are fewest:
+    what leaves the host goes by these devices' network cards.
+
+    >>> near_in(((0, 1), (2, 3)), 2), near_in(((0, 1, 2, 3),), 2), near_in(((0, 2), (1, 3)), 2)
+    (2, 2, 1)
+    """
+    return min(min(Counter(d // host for d in group).values()) for group in groups)
 
 
 def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_async.plan.chips import GIB, Slice
 from jaxrl_async.plan.compiled import Compiled
+from jaxrl_async.plan.cost import Collective
 from jaxrl_async.plan.hbm import Memory
 from jaxrl_async.plan.plan import BetweenSlices, Plan, Side, Together, at_split
 from jaxrl_async.plan.timing import Timing
@@ -123,13 +124,17 @@ def _program(program: Compiled, time: Timing | None) -> list[str]:
         f"{flops / 1e12:6.1f} {cost.num_bytes / 1e9:8.1f} {program.temp_bytes / GIB:9.2f}  {when}"
     ]
     lines += [
-        f"      {c.kind} over {c.axes} ({c.group}): {c.num_bytes / 1e9:.2f} GB sent, "
+        f"      {c.kind} over {c.axes} ({c.group}{_hosts(c)}): {c.num_bytes / 1e9:.2f} GB sent, "
         f"{c.times:.0f} times"
         for c in cost.collectives
         if c.num_bytes >= 1e6
     ]
     lines += [f"      kernel {k.name}: {k.times:.0f} times" for k in cost.kernels]
     return lines
+
+
+def _hosts(talk: Collective) -> str:
+    return ", of several hosts" if 0 < talk.near < talk.group else ""
 
 
 def _refused(plan: Plan) -> list[str]:

@@ -51,6 +51,10 @@ ON_PAGES = ("ragged_paged", "decode_on_pages", "attend_pages")
 """How the names of kernels begin that attend on the pages of the KV cache: JAX's for TPUs, ours for
 TPUs, and ours for cards. What they compute, and read, their text does not tell."""
 EXPOSED = ("all-reduce", "all-to-all")
+RINGS = ("all-gather", "all-reduce", "reduce-scatter")
+"""Collectives of which NCCL makes rings through all network cards of a host's members: two hosts of
+eight pairs of card and 400 Gb/s reach 366 to 470 GB/s, not 50 (github.com/NVIDIA/nccl-tests, issue
+309; four cards of 200 Gb/s 96 GB/s, issue 119)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,4 +194,5 @@ def collective_s(talk: Collective, where: Slice) -> float:
     if talk.axes == BETWEEN_SLICES:
         return talk.num_bytes / where.chip.dcn_bytes_per_s
     hop_s = CARD_HOP_S if where.chip.is_card else HOP_S
-    return talk.num_bytes / where.sent_bytes_per_s(talk.group) + talk.times * hop_s * talk.group / 2
+    rate = where.sent_bytes_per_s(talk.group, talk.near, in_a_ring=talk.kind in RINGS)
+    return talk.num_bytes / rate + talk.times * hop_s * talk.group / 2

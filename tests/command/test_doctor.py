@@ -22,6 +22,7 @@ from jaxrl_async.command.machine import (
 from jaxrl_async.config.load import load
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import num_weights
 from jaxrl_async.run.builders.initial_policy import spec_of_run
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +180,20 @@ def test_devices_that_are_too_small_or_too_few_are_errors():
     assert told(2, 0.9 * kept)[trainer] == "error"
     assert told(2, 10 * kept)["the mesh needs 2 of 2 devices"] == "ok"
     assert told(1, 10 * kept)["the mesh needs 2 devices, and there are 1"] == "error"
+
+
+def test_weights_in_transfer_count_once_where_both_sides_share_the_devices():
+    settings = ["sampler.slots=2", "mesh.colocated=true", "model.dtype=float32"]
+    config = load("recipe:addition", settings).on_devices("gpu")
+    spec = spec_of_run(config, addition_tokenizer())
+    both = needs.trainer_bytes(config, spec) + needs.sampler_bytes(config, spec)
+    kept = both - 4 * num_weights(spec)
+
+    def level(memory: float) -> str:
+        found = needs.needs_findings(config, Devices("gpu", "H100", 1, int(memory)))
+        return next(f.level for f in found if "both sides" in f.what)
+
+    assert level(kept + 1) != "error" and level(kept - 1) == "error"
 
 
 def test_the_hosts_memory_is_at_most_what_it_has():

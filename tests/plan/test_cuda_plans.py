@@ -19,6 +19,7 @@ from jaxrl_async.plan.chips import CARDS, GIB, memory_share, parse_slice
 from jaxrl_async.plan.cost import cost_of
 from jaxrl_async.plan.hlo import parse
 from jaxrl_async.plan.pace import BYTES_SHARE, LAUNCH_S, PRODUCT_SHARE, pace_of
+from jaxrl_async.plan.timing import CARD_HOP_S, collective_s
 
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = os.environ.get("JAXRL_CUDA", "")
@@ -109,9 +110,43 @@ def test_a_share_that_is_none_is_refused(monkeypatch, text):
 
 def test_cards_of_a_host_talk_by_nvlink_and_hosts_by_the_network():
     where = parse_slice("h100-16")
-    assert where.sent_bytes_per_s(8) == pytest.approx(450e9)
-    assert where.sent_bytes_per_s(16) == pytest.approx(50e9)
-    assert parse_slice("l4-8").sent_bytes_per_s(8) == pytest.approx(32e9), "PCIe"
+    assert where.sent_bytes_per_s(8, 8) == pytest.approx(450e9)
+    assert where.sent_bytes_per_s(16, 8) == pytest.approx(400e9), "by eight network cards"
+    assert where.sent_bytes_per_s(2, 1) == pytest.approx(50e9), "by its own"
+    assert where.sent_bytes_per_s(16, 8, in_a_ring=False) == pytest.approx(50e9)
+    assert parse_slice("l4-8").sent_bytes_per_s(8, 8) == pytest.approx(32e9), "PCIe"
+
+
+ROW = "f32[1000000]{0}"
+HOSTS = "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+
+
+@pytest.mark.parametrize(
+    ("line", "near", "sent", "rate"),
+    [
+        ("all-reduce(%a), replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", 8, 7e6, 450),
+        ("all-reduce(%a), replica_groups=[2,8]<=[16]", 8, 7e6, 450),
+        (f"all-reduce(%a), replica_groups={HOSTS}", 1, 4e6, 50),
+        ("all-reduce(%a), replica_groups=[8,2]<=[2,8]T(1,0)", 1, 4e6, 50),
+        ("all-reduce(%a), replica_groups=[4,4]<=[2,4,2]T(1,0,2)", 2, 6e6, 100),
+        ("all-reduce(%a), replica_groups=mesh['data'=2,'fsdp'=8] {'data'}", 1, 4e6, 50),
+        ("all-reduce(%a), replica_groups={}", 8, 7.5e6, 400),
+        ("all-to-all(%a), replica_groups=[1,16]<=[16]", 8, 3.75e6, 50),
+        ("collective-permute(%a), source_target_pairs={{0,1},{1,0}}", 2, 4e6, 450),
+        ("collective-permute(%a), source_target_pairs={{7,8},{8,7}}", 1, 4e6, 50),
+    ],
+)
+def test_what_spans_hosts_goes_by_the_network(line, near, sent, rate):
+    """Sixteen cards of two hosts, which NVLink joins by eight; 4 MB."""
+    where = parse_slice("h100:2x8")
+    text = f"ENTRY %main (a: {ROW}) -> {ROW} {{\n  %a = {ROW} parameter(0)\n"
+    text += f"  ROOT %x = {ROW} {line}, channel_id=1\n}}\n"
+    mesh = {"data": 2, "fsdp": 8}
+    cost = cost_of(parse(text), mesh, pace_of(where.chip), host=where.shape[-1])
+    (talk,) = cost.collectives
+    assert talk.near == near and talk.num_bytes == pytest.approx(sent)
+    hops_s = CARD_HOP_S * talk.group / 2
+    assert collective_s(talk, where) == pytest.approx(sent / (rate * 1e9) + hops_s)
 
 
 # ---- a compiled program's text, as XLA:GPU writes it
@@ -289,6 +324,24 @@ def test_a_host_of_cards_is_divided_and_each_side_compiled_for_its_own(tmp_path)
     assert {c["axes"] for c in programs["gradient"]["cost"]["collectives"]} == {"fsdp"}
     assert {c["axes"] for c in programs["decode"]["cost"]["collectives"]} == {"tensor"}
     assert found["simulated"]["trained_tokens_per_s"] > 0
+
+
+@plugin
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
+    mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: elsewhere}"
+    hosts = TINY.replace("mesh: {colocated: true}", mesh)
+    done = plan(tmp_path, hosts, "--topology", "h100:2x4", "--sampler-topology", "h100-1")
+    assert done.returncode == 0, done.stderr
+    _, programs = read(tmp_path)
+    near = {}
+    for name in ("gradient", "update"):
+        for talk in programs[name]["cost"]["collectives"]:
+            near.setdefault(talk["axes"], set()).add((talk["group"], talk["near"]))
+    assert near["fsdp"] == {(4, 4)}, "within a host"
+    assert near["data"] == {(2, 1)} and near.get("data+fsdp", {(8, 4)}) == {(8, 4)}
+    assert "of several hosts" in done.stdout
 
 
 @plugin

@@ -10,8 +10,10 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.host import gpu_memory_is_taken_at_start, gpu_share
 from jaxrl_async.model.spec import ModelSpec, num_weights
 from jaxrl_async.run.builders.device_memory import (
+    both_bytes,
     check_devices_hold,
     check_sampler_fits,
+    in_transfer_bytes,
     sampler_bytes,
     trainer_bytes,
 )
@@ -60,20 +62,35 @@ def slices_of(limit_gib: float, platform: str = "gpu", *, colocated: bool = True
 
 def test_trainer_and_sampler_of_one_card_are_added_up() -> None:
     """A weight takes 16 bytes for weights, gradient and AdamW in float32, and 2 in transfer; the
-    sampler has it twice in bfloat16 while new ones arrive; and logits of 256 rows and 320 slots."""
+    sampler draws from 2 in bfloat16, and gets those in transfer; and logits of 256 rows and 320
+    slots. On slices of their own the sampler has room for those that arrive."""
     config, spec = a_run(24)
     weights, logits = num_weights(spec), 4 * 151936 * (256 + 320)
     assert 595e6 < weights < 597e6
     assert trainer_bytes(config, spec) == 18 * weights
+    assert in_transfer_bytes(config, spec) == 2 * weights
     slices = slices_of(59.0)
     kept = sampler_bytes(config, spec, slices.sampler)
     assert 0 <= 4 * weights + 24 * GIB + logits - kept < 2 * GIB / 256, "but for a part of a page"
     check_devices_hold(config, spec, slices)
-    least = (kept + 18 * weights) / GIB
+    both = 20 * weights + 24 * GIB + logits
+    assert 0 <= both - both_bytes(config, spec, slices.sampler) < 2 * GIB / 256
+    least = (kept + 16 * weights) / GIB
     check_devices_hold(config, spec, slices_of(least + 0.01))
-    with pytest.raises(ConfigError, match=r"24\.0 GiB of KV cache.*with 10\.0 GiB of the trainer"):
+    with pytest.raises(ConfigError, match=r"24\.0 GiB of KV cache.*with 8\.9 GiB of the trainer"):
         check_devices_hold(config, spec, slices_of(least - 0.01))
     check_devices_hold(config, spec, slices_of(least - 0.01, colocated=False))
+
+
+def test_of_a_trainer_over_two_processes_each_has_half_beside_its_sampler() -> None:
+    """An adapter of rank 8 has 180,224 weights a layer; each takes 16 bytes to learn, and 2 in
+    transfer, once. The base takes 4 bytes a weight in the trainer, and 2 in each sampler."""
+    config, spec = a_run(4, "mesh={colocated: true, trainer: {fsdp: 2}}", "model.lora.rank=8")
+    learnt, base = 28 * 180_224, num_weights(spec)
+    kv = sampler_bytes(config, spec) - 2 * base - 2 * learnt
+    assert 0 < kv - 4 * 151936 * (256 + 320) <= 4 * GIB
+    expected = (4 * base + 16 * learnt) / 2 + 2 * base + 2 * learnt + kv
+    assert both_bytes(config, spec) == expected
 
 
 def test_what_does_not_fit_says_how_jax_gets_more_of_the_card(monkeypatch) -> None:

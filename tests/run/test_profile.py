@@ -14,7 +14,7 @@ import pytest
 from jaxrl_async import profiling
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.profiles import SUFFIXES, traces_of, write_trace
+from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process, traces_of, write_trace
 from jaxrl_async.profiling import ProcessTrace, ProfileError, StepTraces
 from jaxrl_async.run.loop import train
 from jaxrl_async.view.server import ViewServer
@@ -148,6 +148,24 @@ def test_a_long_wait_for_groups_gives_the_update_a_trace_of_its_own(
     assert set(found) == {"trainer.trace.json.gz", "trainer-update.trace.json.gz"}
     assert "the update itself" in names(found["trainer-update.trace.json.gz"])
     assert "the update itself" not in names(found["trainer.trace.json.gz"])
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer-update", "trainer-1", ".trainer"])
+def test_a_sampler_that_is_called_as_the_trainer_leaves_its_trace_alone(
+    tmp_path: Path, name: str
+) -> None:
+    ours, theirs = dict.fromkeys(SUFFIXES, b"ours"), dict.fromkeys(SUFFIXES, b"theirs")
+    trainer = name.lstrip(".")
+    write_trace(tmp_path, 1, trainer, ours)
+    write_trace(tmp_path, 1, sampler_process(name), theirs)
+    write_trace(tmp_path, 1, sampler_process(f"sampler-{trainer}"), theirs)
+    found = {Path(file).name: (tmp_path / file).read_bytes() for _, file, _ in traces_of(tmp_path)}
+    assert found == {
+        f"{trainer}.trace.json.gz": b"ours",
+        f"sampler-{trainer}.trace.json.gz": b"theirs",
+        f"sampler-sampler-{trainer}.trace.json.gz": b"theirs",
+    }
+    assert sampler_process("sampler-0") == "sampler-0"
 
 
 def test_the_page_serves_traces_and_nothing_else(tmp_path: Path) -> None:

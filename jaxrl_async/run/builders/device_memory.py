@@ -36,10 +36,25 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     held = learnt * (dtype.itemsize + kept)
     if lora is not None:
         held += base_bytes(spec, form, dtype)
-    sent = learnt * jnp.dtype(config.model.computes_in).itemsize if config.run.job == "rl" else 0
+    sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
     refers = config.refers and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
     return float(held + sent + reference)
+
+
+def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes of one version on its way to a sampler, or of an adapter: the copy that the
+    trainer makes of it. A colocated sampler gets that very copy."""
+    learnt = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
+    return float(learnt * _sent_itemsize(config))
+
+
+def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
+    """Return the bytes that trainer and sampler keep on the same devices, all of one process
+    together; weights in transfer are there once. mesh: see sampler_bytes."""
+    processes = config.mesh.trainer.num_devices // config.mesh.sampler.num_devices
+    of_trainer = trainer_bytes(config, spec) - in_transfer_bytes(config, spec)
+    return of_trainer / processes + sampler_bytes(config, spec, mesh)
 
 
 def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
@@ -49,11 +64,14 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
     mesh: the sampler's; None: as on the first device of this process.
     """
     dtype = jnp.dtype(config.model.computes_in)
-    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    one = jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize
+    form, one = form_of(config.model.lora), _sent_itemsize(config)
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
-    arriving = num_in(trained_table(spec, lora)) * one
+    arriving = in_transfer_bytes(config, spec)
     return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
+
+
+def _sent_itemsize(config: Config) -> int:
+    return int(jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize)
 
 
 def _kv_of(config: Config, spec: ModelSpec, mesh: Mesh | None) -> MemoryPlan:
@@ -91,7 +109,10 @@ def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
     processes of their own see for themselves (check_sampler_fits)."""
     if config.mesh.remote or config.sampler.engine != "native":
         return
-    trainer = trainer_bytes(config, spec) if slices.colocated else 0.0
+    trainer = 0.0
+    if slices.colocated:
+        mesh = slices.sampler
+        trainer = both_bytes(config, spec, mesh) - sampler_bytes(config, spec, mesh)
     check_sampler_fits(config, spec, slices.sampler, trainer)
 
 
@@ -99,7 +120,8 @@ def check_sampler_fits(
     config: Config, spec: ModelSpec, mesh: Mesh, trainer_bytes: float = 0.0
 ) -> None:
     """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, beside what the
-    trainer keeps there. Of a CPU, whose memory others use as well, the KV cache alone counts."""
+    trainer alone keeps there. Of a CPU, whose memory others use as well, the KV cache alone counts.
+    """
     beside = resident_snapshots(config.seats)
     also = f", those of {beside} opponents (seats)" if beside else ""
     if mesh.devices.flat[0].platform == "cpu":

@@ -26,6 +26,8 @@ MARK = ".sum"
 """What the name of a mark ends with; it begins with the sum of an entry, which it also holds."""
 ENTRY = "-cache"
 """What JAX appends to an entry's key."""
+MOST_BYTES = 8 << 30
+"""Bytes of a folder that no run's folder holds, and hence nobody removes."""
 
 
 def own_or_spare(folder: Path) -> Path:
@@ -45,6 +47,25 @@ def own_or_spare(folder: Path) -> Path:
     if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
         _close(folder, stat.S_IMODE(found.st_mode))
     return folder
+
+
+def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Remove the programs that were not used for longest until a folder has room for others."""
+    files = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process has removed it
+            if path.name.endswith((ENTRY, MARK)):
+                found = path.lstat()
+                files.append((found.st_mtime, found.st_size, path))
+    left, removed = sum(size for _, size, _ in files), 0
+    for _, size, path in sorted(files):
+        if left <= most_bytes:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+            left, removed = left - size, removed + 1
+    if removed:
+        log.info("%s: %d files of programs not used for long are removed", folder, removed)
 
 
 def _close(folder: Path, mode: int) -> None:
@@ -102,6 +123,7 @@ class VerifiedPrograms(CacheInterface):
         wanted = _sum(key, value)
         try:
             if self._mark(wanted) == wanted.encode():
+                self._note_use(f"{key}{ENTRY}", f"{wanted}{MARK}")
                 return value
             why = "its mark is damaged"
         except FileNotFoundError:
@@ -129,6 +151,14 @@ class VerifiedPrograms(CacheInterface):
             log.warning("a compiled program is not kept: %s", in_a_line(error))
             return
         self._cache.put(key, value)
+
+    def _note_use(self, *names: str) -> None:
+        """Have keep_used take these files for used now."""
+        if self._local is None:
+            return
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(self._local / name, follow_symlinks=False)
 
     def _mark(self, digest: str) -> bytes:
         """Return the content of a mark. Raises OSError: it is not there, or somebody else wrote it

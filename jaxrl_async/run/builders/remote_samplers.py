@@ -180,6 +180,7 @@ def make_remote_channel(
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
         apart=config.mesh.samplers_in == "elsewhere",
+        all_agree=lambda has: all(lockstep.gather_json(has)),
     )
     if lockstep.count > 1:
         offering = HostOffers(

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
-from jaxrl_async.metrics.profiles import SUFFIXES
+from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.profiling import MOST_SAMPLERS, keep_trace
 from jaxrl_async.run.signals import Stop
@@ -186,7 +186,8 @@ class Members:
                 )
 
     def profile(self, step: int, *, on: bool) -> None:
-        """Have the first MOST_SAMPLERS samplers take a trace of a step, or end it and send it."""
+        """Have the first MOST_SAMPLERS samplers take a trace of a step, or end it and send it. One
+        whose connection takes nothing now has none: the trainer does not wait for it."""
         with self._changed:
             drawing = sorted(self._drawing)
             if on:
@@ -198,11 +199,16 @@ class Members:
             sessions = [self._joined[name][0] for name in names]
         if on and len(drawing) > len(names):
             log.info("profile: step %d of %d samplers of %d", step, len(names), len(drawing))
-        for session in sessions:
+        for name, session in zip(names, sessions, strict=True):
             try:
-                session.send(Profile(step=step, on=on))
+                if session.send_now(Profile(step=step, on=on)):
+                    continue
+                why = "its connection is full"
             except Disconnected as error:
-                log.warning("profile: step %d: %s", step, error)
+                why = str(error)
+            log.warning("profile: step %d of %s is not traced: %s", step, name, why)
+            with self._changed:
+                self._profiled[name].discard(step)
 
     def begin_close(self) -> None:
         """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
@@ -292,7 +298,7 @@ class Members:
             raise RolloutError(f"its trace of step {profiled.step} is no pair of files")
         whole = {suffix: np.asarray(data).tobytes() for suffix, data in files.items()}
         if self._folder is not None:
-            keep_trace(self._folder, profiled.step, name, whole)
+            keep_trace(self._folder, profiled.step, sampler_process(name), whole)
 
     def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)

@@ -24,6 +24,7 @@ from jaxrl_async.metrics.health import Progress, checked_health
 from jaxrl_async.metrics.json_logs import add_labels
 from jaxrl_async.private_folder import private_folder
 from jaxrl_async.run.builders.devices import keep_compiled_programs
+from jaxrl_async.run.builders.program_cache import keep_used
 from jaxrl_async.run.remote.sampler_parts import (
     check_code,
     claim_sampler_devices,
@@ -91,7 +92,9 @@ def run_sampler(joining: Joining) -> int:
     Raises JoinRefused if the trainer says no, Disconnected if none answers within wait_s, and what
     building a sampler raises.
     """
-    keep_compiled_programs(private_folder(PROGRAMS))
+    programs = private_folder(PROGRAMS)
+    keep_used(programs)
+    keep_compiled_programs(programs)
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
     instance = secrets.token_hex(8)
     with Stop() as stop:

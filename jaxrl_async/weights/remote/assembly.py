@@ -5,6 +5,7 @@ The trainer's own shards are an assembly in which everything has arrived.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ from jaxrl_async.weights.remote.told import POLL_S, begin, result_of
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""After a host copy that failed, seconds until the next is tried: the peer asks for every piece in
+turn, and a sampler fetches again no sooner (transfers.RETRY_S)."""
 MOST_SUMS = 1 << 16
 """Most checksums of pieces that are kept: nobody can fill the memory with boxes of his own."""
 
@@ -214,19 +218,25 @@ class OnDemand:
         """make: copies it to the host; None: its arrays are gone."""
         self._make, self._lock = make, threading.Lock()
         self._made: Future[Assembly | None] | None = None
+        self._again_s = -math.inf  # a copy that failed is tried again from then on
 
     def get(self, waiting: Callable[[], None]) -> Assembly | None:
         """Return the host copy; None: it cannot be made. waiting: see Assembly.read."""
         with self._lock:
             if self._made is None:
+                if time.monotonic() < self._again_s:
+                    return None
                 self._made = begin(self._copy, "host copy")
-        return result_of(self._made, waiting)
+            made = self._made
+        return result_of(made, waiting)
 
     def _copy(self) -> Assembly | None:
         try:
             return self._make()
         except Exception as error:  # arrays that were deleted meanwhile, or no memory
             log.warning("weights on devices cannot be copied to the host: %s", error)
+            with self._lock:
+                self._made, self._again_s = None, time.monotonic() + AGAIN_S
             return None
 
 

@@ -14,7 +14,7 @@ memory is taken."""
 @dataclass(slots=True)
 class FasterWay:
     """The first versions come from device to device, the next ones over TCP, and all others the way
-    that was faster. Used by one thread."""
+    that was faster, from the request to arrays on devices. Used by one thread."""
 
     _rates: dict[str, list[float]] = field(default_factory=lambda: {DEVICE: [], TCP: []})
     _failed: set[str] = field(default_factory=set)
@@ -42,4 +42,6 @@ class FasterWay:
 
     def failed(self, way: str) -> None:
         """Take note that a version did not come this way: it is tried no more."""
+        if way not in self._failed:
+            log.warning("remote.transfer=auto tries %s no more", way)
         self._failed.add(way)

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxrl_async.weights.remote.assembly import (
     on_host,
     raw_dtype,
 )
-from jaxrl_async.weights.remote.boxes import Box, boxes_here, distinct_shards
+from jaxrl_async.weights.remote.boxes import Box, boxes_here, distinct_shards, volume
 from jaxrl_async.weights.remote.bucket import FolderReader
 from jaxrl_async.weights.remote.buffers import BufferPool
 from jaxrl_async.weights.remote.device import DevicePuller
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 MOST_REPEATS = 2
 """How often arrays that arrived torn are fetched anew, from the trainer, before it is an error."""
+DEVICE_SHARE = 0.5
+"""Share of remote.transfer_timeout_s in which a version must have come from device to device; TCP
+has the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,11 @@ class PieceFetching:
         leaves, self._structure = jax.tree.flatten(target)
         self._leaves = [(tuple(leaf.shape), leaf.dtype, leaf.sharding) for leaf in leaves]
         self._boxes = [boxes_here(sharding, shape) for shape, _, sharding in self._leaves]
+        self._num_bytes = sum(
+            volume(box) * np.dtype(dtype).itemsize
+            for (_, dtype, _), boxes in zip(self._leaves, self._boxes, strict=True)
+            for box in boxes
+        )
         self._holdings, self._server = holdings, server
         self._pool, self._reader = BufferPool(spare), SharedReader()
         self._files = FolderReader(ways.folder) if ways.folder is not None else None
@@ -127,10 +135,10 @@ class PieceFetching:
         if trial is not None and not (found.holders and all(h.device for h in found.holders)):
             puller = trial = None  # the trainer does not offer it
         if puller is not None and (trial is None or trial.next == DEVICE):
-            pulled = self._from_devices(puller, found, stopped)
+            pulled = self._from_devices(puller, trial, found, abort)
             if pulled is not None:
                 return pulled
-        began_s = time.monotonic()
+        began_s, resumes = time.monotonic(), self._unfinished is not None
         assembly = self._assembly(found)
         self._holdings.add(version, assembly)
         try:
@@ -140,16 +148,17 @@ class PieceFetching:
             assembly.give_up()
             raise
         self._unfinished = None
-        if trial is not None:
-            trial.took(TCP, came.total(), time.monotonic() - began_s)
         self._keep(version)
         source = came.most_common(1)[0][0] if came else ""
         params = self._arrays(self._on_devices(assembly))
+        compared = _are_the_trainers(params, found)
+        if trial is not None and not resumes:
+            trial.took(TCP, self._num_bytes, time.monotonic() - began_s)
         return FetchedParams(
             params=params,
             num_bytes=came.total(),
             source=source,
-            compared=_are_the_trainers(params, found),
+            compared=compared,
             fallbacks=self._fallbacks - before,
         )
 
@@ -166,8 +175,10 @@ class PieceFetching:
             self._holdings.remove(version)
 
     def for_base(self, target: Params) -> "PieceFetching":
-        """See seams.Fetching."""
-        return PieceFetching(target, self._ways, self._holdings, self._server, spare=0)
+        """See seams.Fetching. Which way is the faster is tried with the versions alone: the base
+        comes once, and may be a thousand times as large as an adapter."""
+        ways = self._ways if self._ways.trial is None else replace(self._ways, trial=FasterWay())
+        return PieceFetching(target, ways, self._holdings, self._server, spare=0)
 
     def close(self) -> None:
         """Stop passing on, and let go of everything. Idempotent."""
@@ -289,9 +300,13 @@ class PieceFetching:
         order = SourceList(sources, [holder.address for holder in found.holders])
         return pull_all(assembly, found.version, missing, order, self._ways.tcp, stopped)
 
-    def _stop_reason(self, abort: threading.Event) -> Callable[[], str]:
+    def _stop_reason(self, abort: threading.Event, share: float = 1.0) -> Callable[[], str]:
+        """Return what says why to stop, "" before that. share: of the time for a version."""
         limit_s = self._ways.timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + share * limit_s
+        limit = (
+            f"{share:g} of remote.transfer_timeout_s" if share < 1 else "remote.transfer_timeout_s"
+        )
 
         def stopped() -> str:
             if self._closed.is_set():
@@ -299,24 +314,31 @@ class PieceFetching:
             if abort.is_set():
                 return "it was aborted"
             if time.monotonic() > deadline:
-                return f"it took longer than remote.transfer_timeout_s ({limit_s:g} s)"
+                return f"it took longer than {limit} ({limit_s:g} s)"
             return ""
 
         return stopped
 
     def _from_devices(
-        self, puller: DevicePuller, found: Whereabouts, stopped: Callable[[], str]
+        self,
+        puller: DevicePuller,
+        trial: FasterWay | None,
+        found: Whereabouts,
+        abort: threading.Event,
     ) -> FetchedParams | None:
         """Pull a version from device to device, where its checksums are compared. None: it did not
-        come; TCP is next. It is copied to the host only for a sampler that asks for it here."""
-        began_s = time.monotonic()
+        come, or not in time; TCP is next. It is copied to the host only for a sampler that asks for
+        it here. Raises WeightsError if it was stopped for another reason than the time."""
+        began_s, limit_s = time.monotonic(), DEVICE_SHARE * self._ways.timeout_s
+        stopped = self._stop_reason(abort, DEVICE_SHARE)
         try:
-            placed = puller.pull(found, self._manifest, self._boxes, stopped)
+            params = self._arrays(puller.pull(found, self._manifest, self._boxes, stopped))
         except Exception as error:  # JAX's own, too: what its transport lacks here, no memory
-            if reason := stopped():
+            late = time.monotonic() - began_s > limit_s
+            if not late and (reason := stopped()):
                 raise WeightsError(f"version {found.version} was not fetched: {reason}") from error
-            if self._ways.trial is not None:
-                self._ways.trial.failed(DEVICE)
+            if trial is not None:
+                trial.failed(DEVICE)
             self.counts["without_device"] += 1
             log.warning(
                 "weights of version %d do not come from device to device: %s; they are fetched "
@@ -325,17 +347,18 @@ class PieceFetching:
                 error,
             )
             return None
-        params = self._arrays(placed)
-        num_bytes = sum(on[0].nbytes for on in placed.values())
+        if trial is not None:
+            trial.took(DEVICE, self._num_bytes, time.monotonic() - began_s)
         self._unfinished = None
         # weak: a device has room for two sets of weights, and the sampler says which
         leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
         self._holdings.add(found.version, OnDemand(partial(self._host_copy, leaves)))
         self._keep(found.version)
-        if self._ways.trial is not None:
-            self._ways.trial.took(DEVICE, num_bytes, time.monotonic() - began_s)
         return FetchedParams(
-            params=params, num_bytes=num_bytes, source=found.holders[0].address, compared=True
+            params=params,
+            num_bytes=self._num_bytes,
+            source=found.holders[0].address,
+            compared=True,
         )
 
     def _host_copy(self, leaves: Sequence[weakref.ReferenceType[Any]]) -> Assembly | None:

@@ -1,9 +1,8 @@
 """Choose how weights travel: remote.transfer, and whether both sides are on one machine."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,6 +24,7 @@ from jaxrl_async.wire.address import advertised_address, parse_address
 from jaxrl_async.wire.tls import read_tls
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHARING = 64
 """Most samplers that share a machine and a remote.data_port: each tries so many ports."""
@@ -39,6 +39,7 @@ def make_offering(
     secret: bytes = b"",
     local_samplers: bool = True,
     apart: bool = False,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> Offering:
     """Make the trainer's side.
 
@@ -50,6 +51,8 @@ def make_offering(
             the copy into shared memory.
         apart: Whether samplers have machines of their own; then transfer=auto offers the weights
             from accelerators' memory, too, and makes no host copy that nobody asks for.
+        all_agree: Whether a value is True in every process of the trainer, all of which call it
+            here: what they offer must be of one kind.
 
     Raises WeightsError if it cannot listen, or if there is no shared memory; ConfigError for a
     missing secret or certificate.
@@ -61,9 +64,8 @@ def make_offering(
         files = FolderFiles(_folder(section), run, jax.process_index())
     if transfer == "device":
         publisher = DevicePublisher(_host(section.listen, section.advertise))
-    elif apart and _may_try_devices(section, jax.local_devices()):
-        with _or_tcp():
-            publisher = DevicePublisher(_host(section.listen, section.advertise))
+    elif transfer == "auto" and apart:
+        publisher = _try_publisher(section, all_agree)
     if transfer == "shared_memory" or (transfer == "auto" and local_samplers and not publisher):
         shared = SharedFiles(run)
     if transfer in STREAMS:
@@ -115,8 +117,9 @@ def make_fetching(
         if transfer == "device":
             puller = DevicePuller(_host(f"{host}:0", advertise), tcp)
         elif _may_try_devices(section, devices):
-            with _or_tcp():
-                puller, trial = DevicePuller(_host(f"{host}:0", advertise), tcp), FasterWay()
+            # each process of a sampler for itself: it pulls what its own devices need
+            puller = _or_tcp(DevicePuller, _host(f"{host}:0", advertise), tcp)
+            trial = FasterWay() if puller is not None else None
     ways = FetchWays(
         puller=puller,
         trial=trial,
@@ -138,16 +141,31 @@ def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
     )
 
 
-@contextmanager
-def _or_tcp() -> Iterator[None]:
-    """Do without the way from device to device if it cannot be had here. Raises WeightsError where
-    several processes must do the same."""
+def _try_publisher(
+    section: RemoteSection, all_agree: Callable[[bool], bool]
+) -> DevicePublisher | None:
+    """Return what offers the weights from device to device; None: one of the trainer's processes,
+    perhaps another one, cannot, and hence none does."""
+    publisher = None
+    if _may_try_devices(section, jax.local_devices()):
+        publisher = _or_tcp(DevicePublisher, _host(section.listen, section.advertise))
+    if all_agree(publisher is not None):
+        return publisher
+    if publisher is not None:
+        log.warning(
+            "remote.transfer=auto does without the way from device to device: another process of "
+            "the trainer cannot offer it (see its log)"
+        )
+    return None
+
+
+def _or_tcp(make: Callable[..., T], *arguments: Any) -> T | None:
+    """Make one side of the way from device to device; None: it cannot be had here."""
     try:
-        yield
+        return make(*arguments)
     except WeightsError as error:
-        if jax.process_count() > 1:  # the others may have it, and all must offer alike
-            raise
         log.warning("remote.transfer=auto does without the way from device to device: %s", error)
+        return None
 
 
 def _folder(section: RemoteSection) -> str:

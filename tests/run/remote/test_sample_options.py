@@ -102,10 +102,11 @@ def test_a_sampler_that_no_trainer_answers_says_so_by_its_code_and_keeps_its_pro
     kept: list[Path] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAXRL_ASYNC_HEALTH", "127.0.0.1:0")
-    monkeypatch.setattr(sampler_process, "keep_compiled_programs", kept.append)
+    for name in ("keep_used", "keep_compiled_programs"):
+        monkeypatch.setattr(sampler_process, name, kept.append)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     assert sample.main(["--join", address, "--wait", "0.2"]) == 69
     assert "Disconnected" in capsys.readouterr().err
-    assert kept == [tmp_path / "jaxrl_async" / "programs"]
+    assert kept == [tmp_path / "jaxrl_async" / "programs"] * 2, "bounded, and used"

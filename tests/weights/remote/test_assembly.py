@@ -1,6 +1,7 @@
 """Pieces that arrive in any order can be read as soon as they are there, and not before."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.weights.manifest import Manifest
+from jaxrl_async.weights.remote import assembly as assembly_module
 from jaxrl_async.weights.remote import box_grid
-from jaxrl_async.weights.remote.assembly import Assembly, Part
+from jaxrl_async.weights.remote.assembly import Assembly, OnDemand, Part
 from jaxrl_async.weights.remote.boxes import common, cut, volume
 from jaxrl_async.weights.remote.pieces import WeightPiece
 
@@ -102,3 +104,24 @@ def test_passing_a_piece_on_looks_at_few_others(monkeypatch, offset):
         assert read(assembly, ((start + offset, stop + offset), columns)) is not None
     assert len(looked) <= 25 * 4
     assert read(assembly, boxes[-1]) is None
+
+
+def test_a_host_copy_that_failed_is_tried_again_after_a_while(monkeypatch, caplog):
+    whole = Assembly.complete(Manifest(entries=()), [])
+    outcomes, now = [MemoryError("no room"), whole], [100.0]
+
+    def make():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(assembly_module, "time", clock)
+    held = OnDemand(make)
+    assert held.get(lambda: None) is None
+    assert held.get(lambda: None) is None and len(outcomes) == 1, "each piece asks: one copy"
+    now[0] += 1.0
+    assert held.get(lambda: None) is whole
+    assert held.get(lambda: None) is whole, "it is made once"
+    assert caplog.text.count("cannot be copied to the host: no room") == 1

@@ -1,12 +1,19 @@
 """Weights from device to device between processes, and over TCP when they do not come."""
 
 import gc
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_flags import QUICK_COMPILE
 from jax._src.array import ArrayImpl
 from transport_rig import FetchProcess, host_tree, on_trainer, same_bits, target_of
 
@@ -16,6 +23,7 @@ from jaxrl_async.weights.remote import device, host_sums, transports
 from jaxrl_async.weights.remote import fetching as fetching_module
 from jaxrl_async.weights.remote import offering as offering_module
 from jaxrl_async.weights.remote.faster_way import DEVICE, TCP, FasterWay
+from jaxrl_async.weights.remote.seams import BASE
 from jaxrl_async.weights.remote.sound import compare_with_offer
 from jaxrl_async.weights.remote.transports import make_fetching, make_offering
 from jaxrl_async.weights.remote.whereabouts import merged_offers
@@ -268,30 +276,162 @@ def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, ca
     offering.close()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_auto_without_jaxs_server_is_tcp_unless_several_processes_must_agree(
-    monkeypatch, caplog, processes
-):
+class Clock:
+    """Seconds that pass when work is done, by the name of the work."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def around(self, work, seconds):
+        def timed(*arguments):
+            self.now += seconds
+            return work(*arguments)
+
+        return timed
+
+
+def of_auto(monkeypatch, **settings):
+    """An offering and a maker of fetchings, as between accelerators."""
+    monkeypatch.setattr(transports, "_may_try_devices", lambda section, devices: True)
+    auto = RemoteSection(transfer="auto", **settings)
+    offering = make_offering(auto, run="auto", apart=True)
+    return offering, lambda tree: make_fetching(auto, target_of(tree, 1, 4))
+
+
+def test_both_ways_are_timed_from_the_request_to_arrays_on_devices(monkeypatch):
+    offering, fetching_of = of_auto(monkeypatch)
+    tree, clock = host_tree(13), Clock()
+    fetching = fetching_of(tree)
+    monkeypatch.setattr(fetching_module, "time", clock)
+    for owner, name, seconds in (
+        (fetching._ways.puller, "pull", 3.0),
+        (fetching, "_fill", 2.0),
+        (fetching, "_on_devices", 4.0),
+        (fetching, "_arrays", 1.0),
+        (fetching_module, "_are_the_trainers", 1.5),
+    ):
+        monkeypatch.setattr(owner, name, clock.around(getattr(owner, name), seconds))
+    for version in range(4):
+        where = offering.offer(version, on_trainer(tree))
+        fetching.fetch(version, where, [offering.address], threading.Event())
+        offering.withdraw(version)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    assert fetching._ways.trial._rates == {
+        DEVICE: [num_bytes / 4.0] * 2,
+        TCP: [num_bytes / 8.5] * 2,
+    }
+    fetching.close()
+    offering.close()
+
+
+def test_a_pull_that_takes_too_long_has_failed_and_tcp_brings_the_version(monkeypatch, caplog):
+    offering, fetching_of = of_auto(monkeypatch, silence_s=60.0, transfer_timeout_s=1.0)
+    published = []
+
+    def nothing(version, pieces):  # numbers under which nothing is published
+        published.append(version)
+        return 12345, [0] * len(pieces)
+
+    monkeypatch.setattr(offering._ways.server, "_publish", nothing)
+    tree = host_tree(14)
+    fetching = fetching_of(tree)
+    for version, fallbacks in ((0, 1), (1, 0), (2, 0)):
+        where = offering.offer(version, on_trainer(tree))
+        got = fetching.fetch(version, where, [offering.address], threading.Event())
+        assert same_bits(got.params, tree) and got.fallbacks == fallbacks
+        offering.withdraw(version)
+    assert published == [0] and fetching._ways.trial.next == TCP
+    assert "it took longer than 0.5 of remote.transfer_timeout_s (1 s)" in caplog.text
+    assert "remote.transfer=auto tries device no more" in caplog.text
+    fetching.close()
+    offering.close()
+
+
+def test_a_pull_that_blocks_until_the_next_offer_has_failed_too(monkeypatch):
+    """Where JAX itself does not return: the trainer offers the version anew meanwhile."""
+    offering, fetching_of = of_auto(monkeypatch)
+    tree, clock, newer = host_tree(15), Clock(), threading.Event()
+    fetching = fetching_of(tree)
+    monkeypatch.setattr(fetching_module, "time", clock)
+
+    def blocked(*_):
+        clock.now += 301.0
+        newer.set()
+        raise device.PeerError("nothing came")
+
+    monkeypatch.setattr(fetching._ways.puller, "pull", blocked)
+    where = offering.offer(0, on_trainer(tree))
+    with pytest.raises(WeightsError, match="version 0 was not fetched: it was aborted"):
+        fetching.fetch(0, where, [offering.address], newer)
+    assert fetching._ways.trial.next == TCP and fetching.counts["without_device"] == 1
+    got = fetching.fetch(0, where, [offering.address], threading.Event())
+    assert same_bits(got.params, tree)
+    fetching.close()
+    offering.close()
+
+
+def test_a_frozen_base_is_not_measured_beside_the_versions(monkeypatch):
+    offering, fetching_of = of_auto(monkeypatch)
+    tree = host_tree(16)
+    fetching = fetching_of(tree)
+    base = fetching.for_base(target_of(tree, 1, 4))
+    monkeypatch.setattr(fetching._ways.puller, "_connection", None)  # every pull fails
+    where = offering.offer(BASE, on_trainer(tree))
+    for _ in range(2):  # the second time, for another base of the same size: over TCP at once
+        got = base.fetch(BASE, where, [offering.address], threading.Event())
+        assert same_bits(got.params, tree)
+    assert base.counts["without_device"] == 1 and base._ways.trial.next == TCP
+    assert fetching._ways.trial == FasterWay() and fetching._ways.trial.next == DEVICE
+    fetching.close()
+    offering.close()
+
+
+def test_auto_without_jaxs_server_is_tcp_on_either_side(monkeypatch, caplog):
     def refuse(host):
         raise WeightsError("it cannot serve")
 
-    monkeypatch.setattr(transports, "_may_try_devices", lambda section, devices: True)
     monkeypatch.setattr(device, "start_transfer_server", refuse)
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    auto = RemoteSection(transfer="auto")
-    if processes > 1:
-        with pytest.raises(WeightsError, match="it cannot serve"):
-            make_offering(auto, run="auto", apart=True)
-        return
-    offering = make_offering(auto, run="auto", apart=True)
+    offering, fetching_of = of_auto(monkeypatch)
     tree = host_tree(9)
-    fetching = make_fetching(auto, target_of(tree))
+    fetching = fetching_of(tree)
     where = offering.offer(0, on_trainer(tree))
     got = fetching.fetch(0, where, [offering.address], threading.Event())
     assert same_bits(got.params, tree) and not fetching.counts
     assert caplog.text.count("does without the way from device to device") == 2
     fetching.close()
     offering.close()
+
+
+def test_processes_of_which_one_lacks_jaxs_server_all_offer_over_tcp():
+    """Two real processes of a trainer; in the second one the server cannot start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    worker = Path(__file__).with_name("offering_worker.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), coordinator, str(index), "1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], ends
+    offers = [json.loads(out.splitlines()[-1]) for out, _ in ends]
+    assert offers == [{"device": "", "on_devices": False}] * 2
+    assert "another process of the trainer cannot offer it" in ends[0][1]
+    assert "JAX cannot serve in process 1" in ends[1][1]
 
 
 def test_auto_between_cpus_is_tcp(monkeypatch):
