@@ -1,7 +1,11 @@
 """What the host has, without asking JAX, and freed memory given back to it."""
 
 import ctypes
+import importlib.util
 import os
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -40,39 +44,70 @@ def host_memory() -> tuple[int, int]:
     return min(total, limit), max(0, min(free, limit - used))
 
 
-GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Which share of each GPU JAX takes; newer versions also read it without the word PYTHON."""
+GPU_SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+"""Which share of each GPU JAX takes; JAX calls the first deprecated, and refuses both at once."""
 USUAL_GPU_SHARE = 0.75
-"""What JAX takes if the variable is not set."""
-LARGE_GPU_SHARE = 0.9
+"""What JAX takes if neither is set."""
+LARGE_GPU_SHARE = 0.95
+"""What a run can be given that has the card to itself: the rest is for CUDA, its libraries, and the
+buffers of NCCL. Plans count on it, unless the environment says another share."""
+NEARLY_ALL = 0.9
 """Share from which on there is little more to give to JAX."""
 
 
-def gpu_share() -> float:
-    """Return which share of each GPU's memory JAX gives to a process that starts with this
-    environment; what is no number JAX refuses itself."""
-    told = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(GPU_SHARE_VARIABLE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """How much of each GPU's memory JAX gives to a process with this environment, and when."""
+
+    variable: str  # by which another share is asked for
+    told: float | None = None  # the share that the environment says; None: it says none
+    pooled: bool = True  # False: XLA_PYTHON_CLIENT_ALLOCATOR=platform, for which no share counts
+    preallocated: bool = True  # False: the share is taken as it is needed
+    problem: str = ""  # what is wrong with the variables, and what to do; told is None then
+
+    @property
+    def share(self) -> float:
+        """The share that JAX has at most."""
+        return 1.0 if not self.pooled else USUAL_GPU_SHARE if self.told is None else self.told
+
+    @property
+    def planned_share(self) -> float:
+        """The share that a run has if it is started as its plan says."""
+        return LARGE_GPU_SHARE if self.told is None or not self.pooled else self.told
+
+
+def gpu_memory() -> GpuMemory:
+    """Read the environment's variables for the memory of GPUs, as JAX does."""
+    given = {name: text for name in GPU_SHARE_VARIABLES if (text := os.environ.get(name))}
+    pooled = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
+    early = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
+    variable, text = next(iter(given.items()), (GPU_SHARE_VARIABLES[0], ""))
+    memory = GpuMemory(variable=variable, pooled=pooled, preallocated=pooled and early)
+    if len(given) > 1:
+        both = " and ".join(given)
+        return replace(memory, problem=f"{both} are both set, which JAX refuses: unset the first.")
     try:
-        return float(told or USUAL_GPU_SHARE)
+        told = float(text) if text else None
     except ValueError:
-        return USUAL_GPU_SHARE
+        told = 0.0
+    if told is None or 0 < told <= 1:
+        return replace(memory, told=told)
+    problem = f"{variable}={text} is no share of a card's memory: give one such as 0.95."
+    return replace(memory, problem=problem)
 
 
 def more_of_a_gpu() -> str:
     """Return a sentence, with a space behind it, on how JAX gets more of a GPU; "": it has nearly
     all."""
-    share = gpu_share()
-    if share >= LARGE_GPU_SHARE:
+    memory = gpu_memory()
+    if memory.problem:
+        return f"{memory.problem} "
+    if memory.share >= NEARLY_ALL:
         return ""
     return (
-        f"JAX takes {share:.0%} of each GPU: start with {GPU_SHARE_VARIABLE}=0.95 in the "
-        "environment if nothing else runs there. "
+        f"JAX takes {memory.share:.0%} of each GPU: start with {memory.variable}={LARGE_GPU_SHARE} "
+        "in the environment if nothing else runs there. "
     )
-
-
-def gpu_memory_is_taken_at_start() -> bool:
-    """Return whether JAX takes that share at once, or as it needs it."""
-    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
 
 
 def give_back_memory() -> None:
@@ -95,3 +130,30 @@ def has_tpu() -> bool:
 def has_nvidia() -> bool:
     """Return whether NVIDIA's driver is there, so that JAX's CUDA plugin can be of use."""
     return any((Path("/dev") / name).exists() for name in NVIDIA_FILES)
+
+
+CUDA_PLUGIN = "xla_cuda"
+"""How the modules of JAX's CUDA plugins begin: xla_cuda12, xla_cuda13."""
+
+
+def jax_plugins() -> list[str]:
+    """Return the module names of JAX's plugins for devices that are installed."""
+    found = importlib.util.find_spec("jax_plugins")
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    return [module.name for module in pkgutil.iter_modules(places)]
+
+
+def card_out_of_reach(plugins: Sequence[str]) -> tuple[str, str] | None:
+    """Return, for people, what keeps JAX's CUDA plugin from the cards of this host, and what to do;
+    None: there is NVIDIA's driver, or no CUDA plugin among `plugins`."""
+    of_cuda = [f"jax-{name.removeprefix('xla_')}-plugin" for name in plugins
+               if name.startswith(CUDA_PLUGIN)]  # fmt: skip
+    if not of_cuda or has_nvidia():
+        return None
+    files = ", ".join(f"/dev/{name}" for name in NVIDIA_FILES)
+    return (
+        f"{' and '.join(of_cuda)} is installed, and NVIDIA's driver is not here (none of {files}), "
+        "so JAX leaves the plugin out and computes on the CPU",
+        "install the driver, or start the container with its cards (docker run --gpus all); "
+        "JAX_PLATFORMS=cpu says that the CPU is meant, JAX_PLATFORMS=cuda ends the run here",
+    )

@@ -1,11 +1,9 @@
 """Split devices into a trainer slice and sampler slices; one table a role says how to shard."""
 
 import functools
-import importlib.util
 import logging
 import math
 import os
-import pkgutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config import schema
 from jaxrl_async.config.processes import mesh_devices_per_process
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.host import has_nvidia, has_tpu
+from jaxrl_async.host import (
+    CUDA_PLUGIN,
+    card_out_of_reach,
+    has_nvidia,
+    has_tpu,
+    jax_plugins,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +77,18 @@ def skip_absent_accelerators() -> None:
     own failure, on a host without any accelerator: either may be there for its compiler alone.
 
     Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
-    are plugins of others.
+    are plugins of others. Who installed the CUDA plugin may have wanted a card: the log says once
+    that the process goes to the CPU, and what to do.
     """
-    plugins = _plugins()
-    others = any(not name.startswith("xla_cuda") for name in plugins)
+    plugins = jax_plugins()
+    others = any(not name.startswith(CUDA_PLUGIN) for name in plugins)
     cards = bool(plugins) and has_nvidia()
     asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
-    if not (others or cards or asked or has_tpu()):
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _plugins() -> list[str]:
-    """Return the names of JAX's plugins for devices that are installed."""
-    found = importlib.util.find_spec("jax_plugins")
-    places = [] if found is None else list(found.submodule_search_locations or ())
-    return [module.name for module in pkgutil.iter_modules(places)]
+    if others or cards or asked or has_tpu():
+        return
+    jax.config.update("jax_platforms", "cpu")  # a second call finds it asked for
+    if problem := card_out_of_reach(plugins):
+        log.warning("%s. To do: %s.", *problem)
 
 
 def have_threads_for_collectives() -> None:

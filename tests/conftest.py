@@ -76,11 +76,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with most slow tests first, so that two workers end at about the same time. Where time
-    is limited the order of the others changes each day, so that none is always left out."""
+    is limited the order of the others changes each day, and from one Python to the next, so that
+    none is always left out, and two Pythons do not leave out the same."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     places: dict[Path, float] = {item.path: -slow[item.path] for item in items}
     if (until := config.getoption("until")) is not None:
-        draw = random.Random(until // 86_400)
+        draw = random.Random(f"{until // 86_400} {sys.version_info.minor}")
         places |= {path: draw.random() for path in sorted(places) if slow[path] < MANY}
     items.sort(key=lambda item: places[item.path])
 

@@ -20,13 +20,13 @@ from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
 from jaxrl_async.host import (
-    GPU_SHARE_VARIABLE,
     TPU_FILES,
-    gpu_memory_is_taken_at_start,
-    gpu_share,
+    card_out_of_reach,
+    gpu_memory,
     has_nvidia,
     has_tpu,
     host_memory,
+    jax_plugins,
     version_of,
 )
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
@@ -42,6 +42,7 @@ stats = devices[0].memory_stats() or {}
 print(json.dumps({
     "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
     "memory": stats.get("bytes_limit"), "used": stats.get("bytes_in_use"),
+    "capability": getattr(devices[0], "compute_capability", None),
 }))
 """
 """Run by another Python to see the devices."""
@@ -55,6 +56,7 @@ class Devices:
     kind: str
     count: int
     memory: int | None  # bytes of one; None: not told (a CPU)
+    capability: str | None = None  # of an NVIDIA card, such as "9.0"; None: there is none
 
 
 # ---- packages
@@ -160,7 +162,8 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
     told, error = _asked(timeout_s)
     if told is None:
         return None, [_no_devices(error)]
-    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"])
+    capability = None if told["capability"] is None else str(told["capability"])
+    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"], capability)
     each = f" with {gib(devices.memory)} each" if devices.memory else ""
     findings = [
         Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
@@ -187,15 +190,23 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[cuda]'",
             )
         )
+    elif problem := card_out_of_reach(jax_plugins()):
+        findings.append(Finding("warning", *problem))
     return devices, findings
 
 
 def _share_finding() -> Finding:
     """Say how much of each GPU JAX takes, and when."""
-    how = "at its start" if gpu_memory_is_taken_at_start() else "as it is needed"
+    memory = gpu_memory()
+    if memory.problem:
+        return Finding("warning", memory.problem)
+    if not memory.pooled:
+        return Finding("ok", "JAX takes memory of each GPU as it is needed, without a limit of its "
+                       "own (XLA_PYTHON_CLIENT_ALLOCATOR=platform)")  # fmt: skip
+    how = "at its start" if memory.preallocated else "as it is needed"
     return Finding(
         "ok",
-        f"JAX takes {gpu_share():.0%} of each GPU {how} ({GPU_SHARE_VARIABLE}, "
+        f"JAX takes {memory.share:.0%} of each GPU {how} ({memory.variable}, "
         "XLA_PYTHON_CLIENT_PREALLOCATE): processes that share one need shares below 1 together",
     )
 

@@ -91,7 +91,10 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
 
     devices: what JAX sees; None: not known.
     """
-    config = config.on_devices("cpu" if devices is None else devices.platform)
+    if devices is None:
+        config = config.on_devices("cpu")
+    else:
+        config = config.on_devices(devices.platform, devices.capability)
     yield from _extras(config)
     yield from _tried("names of functions and tasks", lambda: check_names(config))
     yield from _own_files(config)
@@ -202,6 +205,15 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
     )
     if devices is not None and devices.platform == "gpu":
         smaller = more_of_a_gpu() + smaller
+    if devices is not None and devices.platform != "cpu" and devices.memory is None:
+        kept = max(trainer / mesh.trainer.num_devices, sampler / mesh.sampler.num_devices)
+        yield Finding(
+            "warning",
+            f"memory of a device: {gib(kept)} at least, and JAX does not say what there is",
+            "look at the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` knows what "
+            "a run needs",
+        )
+        return
     if devices is None or devices.memory is None:
         here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
         if mesh.colocated and sampler:

@@ -3,11 +3,11 @@
 Needs no JAX.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section, as_called_now
 
 
 class SamplerSection(Section):
@@ -66,6 +66,12 @@ class SamplerSection(Section):
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this probability relative to the likeliest token."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _by_its_name_of_now(cls, given: Any) -> Any:
+        """Read what older runs have written."""
+        return as_called_now("sampler.engine", given)
 
     @property
     def truncates(self) -> bool:

@@ -18,25 +18,17 @@ its messages of too little memory (139.8 and 22.03 GiB; nvidia-smi shows 22.49 o
 out of a host is a card's own NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of
 the 100 Gb/s of Google Cloud's g2-standard-96 for L4. All read November 2026.
 
-Of a card's memory JAX takes the share that XLA_PYTHON_CLIENT_MEM_FRACTION says, 0.75 if it is not
-set, and programs may have no more than that: see memory_share.
+Of a card's memory programs may have the share that JAX takes, which the environment says: see
+memory_share.
 """
 
-import os
 from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.host import LARGE_GPU_SHARE, gpu_memory
 
 GIB = 2**30
-FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables by which JAX takes a share of a card's memory; the second is the older
-name."""
-PLANNED_SHARE = 0.95
-"""Share of a card's memory that a plan gives to programs, unless the environment says another: what
-is left is for CUDA, its libraries, and the buffers of NCCL."""
-JAX_SHARE = 0.75
-"""The share that JAX takes unless it is told another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +113,7 @@ def _card(
     return Chip(
         generation=generation,
         peak_flops=tflops * 1e12,
-        usable_bytes=PLANNED_SHARE * memory_bytes,
+        usable_bytes=LARGE_GPU_SHARE * memory_bytes,
         hbm_bytes_per_s=hbm_gb * 1e9,
         ici_bytes_per_s=link_gb * 1e9,
         dcn_bytes_per_s=nic_gb * 1e9,
@@ -144,23 +136,11 @@ CARDS = {
 
 def memory_share() -> float:
     """Return the share of a card's memory that programs may have: what the environment says, as JAX
-    reads it, or else PLANNED_SHARE. Raises ConfigError."""
-    given = {name: text for name in FRACTIONS if (text := os.environ.get(name))}
-    if len(given) > 1:
-        raise ConfigError(
-            f"{' and '.join(given)} are both set, which JAX refuses: unset the second."
-        )
-    for name, text in given.items():
-        try:
-            share = float(text)
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"{name}={text} is no share of a card's memory: give one such as 0.95."
-            )
-        return share
-    return PLANNED_SHARE
+    reads it, or else LARGE_GPU_SHARE. Raises ConfigError."""
+    memory = gpu_memory()
+    if memory.problem:
+        raise ConfigError(memory.problem)
+    return memory.planned_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ import yaml
 from jaxrl_async.config import schema
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.host import gpu_memory
 from jaxrl_async.launch.gke import run_config
 from jaxrl_async.launch.gke_values import load_values
-from jaxrl_async.plan.chips import FRACTIONS, Slice, memory_share, parse_slice
+from jaxrl_async.plan.chips import Slice, memory_share, parse_slice
 from jaxrl_async.plan.pipeline import Histogram
 from jaxrl_async.plan.plan import Plan, at_split, plan_run
 
@@ -104,7 +105,7 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     load(file)
     if config.mesh.samplers_in != "elsewhere":
         devices = config.mesh.trainer.num_devices
-        share = f"{FRACTIONS[1]}={memory_share():g} " if plan.trainer.where.chip.is_card else ""
+        share = f"{_share()} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices
         return [
             f"# {devices} devices train and {more} sample, on {_host(plan)}",
@@ -130,9 +131,14 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     ]
 
 
+def _share() -> str:
+    """Return the variable by which JAX takes what the plan counts on."""
+    return f"{gpu_memory().variable}={memory_share():g}"
+
+
 def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
     """Return the commands for hosts with NVIDIA cards; the manifests for GKE are of TPUs alone."""
-    share = f"{FRACTIONS[1]}={memory_share():g}"
+    share = _share()
     return [
         "# with one JAXRL_ASYNC_SECRET on all machines: on each host of the trainer's cards "
         f"({plan.trainer.where.topology}),",

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.config.seats_section import frozen_models, resident_snapshots
+from jaxrl_async.host import USUAL_GPU_SHARE, gpu_memory
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
-from jaxrl_async.plan.chips import FRACTIONS, GIB, JAX_SHARE, Chip, Slice, is_slice
+from jaxrl_async.plan.chips import GIB, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.cost import BETWEEN_SLICES
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
@@ -615,12 +616,12 @@ def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
     if not card.is_card:
         return ()
     share = card.usable_bytes / card.memory_bytes
-    if max(m.total_bytes for m in sides) <= JAX_SHARE * card.memory_bytes:
-        needed = f"JAX takes {JAX_SHARE:g} of a card, which is enough here"
+    if max(m.total_bytes for m in sides) <= USUAL_GPU_SHARE * card.memory_bytes:
+        needed = f"JAX takes {USUAL_GPU_SHARE:g} of a card, which is enough here"
     else:
         needed = (
-            f"set {FRACTIONS[1]}={share:g} where trainer and samplers start: JAX takes "
-            f"{JAX_SHARE:g} of a card otherwise, which is not enough here"
+            f"set {gpu_memory().variable}={share:g} where trainer and samplers start: JAX takes "
+            f"{USUAL_GPU_SHARE:g} of a card otherwise, which is not enough here"
         )
     return (
         f"memory: the compiler's own figures for this card, at most {share:g} of its "

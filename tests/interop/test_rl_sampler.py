@@ -1,7 +1,9 @@
 """Our sampler by the protocol of RL samplers, driven as Tunix drives tpu-inference's."""
 
 import asyncio
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -197,3 +199,15 @@ def test_requests_that_cannot_be_served_fail_alone(drive) -> None:
     assert "40 tokens" in long.error.message and long.finish_reason == "error"
     assert "beam_size" in beams.error.message and not beams.error.retryable
     assert "neither a text nor" in odd.error.message
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text("utf-8")
+    (text,) = re.findall(
+        r"^```python\n([^`]*draw_and_renew.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(text, names)
+    sync = SyncRequest(policy_version=1, weights=policy(1).params)
+    (found,) = asyncio.run(names["draw_and_renew"](policy(0), ["1+1="], sync))
+    assert found.error is None and set(found.versions.tolist()) == {0}

@@ -1,14 +1,17 @@
 """What a run keeps on its devices is added up, and refused with what to set where it cannot fit."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from jaxlib import xla_client
 
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.host import gpu_memory_is_taken_at_start, gpu_share
+from jaxrl_async.host import gpu_memory, more_of_a_gpu
 from jaxrl_async.model.spec import ModelSpec, num_weights
+from jaxrl_async.plan.chips import memory_share
 from jaxrl_async.run.builders.device_memory import (
     both_bytes,
     check_devices_hold,
@@ -33,13 +36,14 @@ QWEN = [
     "trainer.micro_batch_tokens=4096",
 ]
 """Qwen3-0.6B."""
+PYTHON, NEWER = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+EARLY, POOL = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    for name in (PYTHON, NEWER, EARLY, POOL):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
 
 
 def a_run(kv_gib: float, *more: str):
@@ -125,21 +129,61 @@ def test_a_reference_on_the_host_takes_nothing_of_the_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "share"),
+    ("told", "share", "planned", "early"),
     [
-        ({}, 0.75),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
-        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, 0.9),
-        ({"XLA_CLIENT_MEM_FRACTION": "much"}, 0.75),
+        ({}, 0.75, 0.95, True),
+        ({PYTHON: "0.4"}, 0.4, 0.4, True),
+        ({NEWER: ".9"}, 0.9, 0.9, True),
+        ({PYTHON: ""}, 0.75, 0.95, True),
+        ({EARLY: "false"}, 0.75, 0.95, False),
+        ({EARLY: "0", PYTHON: "0.5"}, 0.5, 0.5, False),
+        ({EARLY: "true"}, 0.75, 0.95, True),
+        ({POOL: "Platform"}, 1.0, 0.95, False),
+        ({POOL: "platform", PYTHON: "0.5"}, 1.0, 0.95, False),
+        ({POOL: "cuda_async", PYTHON: "0.5"}, 0.5, 0.5, True),
     ],
 )
-def test_the_share_of_a_gpu_is_what_jax_reads(told, share, monkeypatch) -> None:
+def test_what_jax_takes_of_a_gpu_is_read_in_one_place(
+    told, share, planned, early, monkeypatch
+) -> None:
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert gpu_share() == share
+    memory = gpu_memory()
+    assert (memory.share, memory.planned_share, memory.problem) == (share, planned, "")
+    assert memory.preallocated == early
+    assert memory.variable == (NEWER if NEWER in told else PYTHON)
+    assert memory_share() == planned
 
 
-def test_whether_it_is_taken_at_the_start_is_what_jax_reads(monkeypatch) -> None:
-    assert gpu_memory_is_taken_at_start()
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert not gpu_memory_is_taken_at_start()
+@pytest.mark.parametrize("value", ["much", "0", "-0.1", "1.5", "nan", "inf"])
+@pytest.mark.parametrize("name", [PYTHON, NEWER])
+def test_a_share_that_is_none_is_told_wherever_it_is_read(name, value, monkeypatch) -> None:
+    monkeypatch.setenv(name, value)
+    told = f"{name}={value} is no share of a card's memory: give one such as 0.95."
+    assert gpu_memory().problem == told and more_of_a_gpu() == f"{told} "
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        memory_share()
+
+
+def test_more_is_asked_for_by_the_variable_that_is_set(monkeypatch) -> None:
+    """JAX refuses to start with both."""
+    assert "start with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in more_of_a_gpu()
+    monkeypatch.setenv(NEWER, "0.5")
+    assert "takes 50% of each GPU: start with XLA_CLIENT_MEM_FRACTION=0.95" in more_of_a_gpu()
+    monkeypatch.setenv(PYTHON, "0.5")
+    assert f"{PYTHON} and {NEWER} are both set" in more_of_a_gpu()
+    monkeypatch.delenv(PYTHON)
+    monkeypatch.setenv(NEWER, "0.9")
+    assert more_of_a_gpu() == ""
+
+
+@pytest.mark.skipif(not hasattr(xla_client, "generate_pjrt_gpu_plugin_options"), reason="moved")
+@pytest.mark.parametrize(
+    "told", [{}, {PYTHON: "0.4"}, {NEWER: ".9"}, {EARLY: "False"}, {EARLY: "1"}]
+)
+def test_the_reading_is_that_of_jaxlib(told, monkeypatch) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    options, memory = xla_client.generate_pjrt_gpu_plugin_options(), gpu_memory()
+    assert options.get("memory_fraction") == memory.told
+    assert options.get("preallocate", True) == memory.preallocated
