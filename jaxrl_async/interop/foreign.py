@@ -3,9 +3,10 @@
     submit ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
 The engine has the contract of google-jetstream 0.2.2: prefill returns the prefix, and every token
-comes out of `generate`. It gives no log-probs: completions carry NaN, and the trainer computes
-them itself (its metrics then say for how many tokens). A ForeignSampler is a ports.Replica, so
-several may stand behind a router.
+comes out of `generate`; a place for a token that is not valid ends the answer, as it does for
+JetStream's own orchestrator (token_utils.process_result_tokens). It gives no log-probs: completions
+carry NaN, and the trainer computes them itself (its metrics then say for how many tokens). A
+ForeignSampler is a ports.Replica, so several may stand behind a router.
 """
 
 import asyncio
@@ -313,7 +314,7 @@ class ForeignLoop:
         self.state: Any = None  # the engine's decode state, made by the thread
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
-        self._warned = not warns
+        self._warned, self._told_of_ends = not warns, False
         self._ended_at: float | None = None  # the last step, if nothing runs: the thread idles
 
     def step(self) -> float | None:
@@ -323,8 +324,8 @@ class ForeignLoop:
         consumes      requests, weights
         waits for     lifetime.wake, only when idle
         produces      completions into the waiters' futures
-        on failure    a prompt that the engine cannot prefill fails alone; any other exception fails
-                      all requests, and `ForeignSampler.error` keeps it
+        on failure    a prompt that the engine cannot prefill, or draws nothing for, fails alone;
+                      any other exception fails all requests, and `ForeignSampler.error` keeps it
         """
         began = time.perf_counter()
         idle_s, self._ended_at = began - (self._ended_at or began), None
@@ -418,7 +419,7 @@ class ForeignLoop:
         return padded
 
     def _fail_alone(self, running: _Running, error: Exception) -> None:
-        """Answer a request whose prompt the engine did not prefill."""
+        """Answer a request whose prompt the engine did not prefill, or did not continue."""
         log.error("request %s failed, alone: %s", running.request.request_id, error)
         self.stats = replace(self.stats, failed=self.stats.failed + 1)
         resolve([(running.waiter, error)])
@@ -431,33 +432,53 @@ class ForeignLoop:
     def _take_in(self, result: Any) -> None:
         """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
-        drawn = sum(count for _, count in each)
-        aside = sum(count for request, count in each if not request.for_training)
         now = time.perf_counter()
-        for running, (_, count) in zip(self._running.values(), each, strict=True):
-            running.ended = running.ended or count == 0
-        done = {slot: running for slot, running in self._running.items() if running.done}
-        for slot in done:
+        over = {slot: running for slot, running in self._running.items() if running.done}
+        for slot in over:
             del self._running[slot]
-        self.stats = replace(
-            self.stats,
-            blocks=self.stats.blocks + 1,
-            generated_tokens=self.stats.generated_tokens + drawn,
-            aside_tokens=self.stats.aside_tokens + aside,
-            requests_done=self.stats.requests_done + len(done),
-            truncated=self.stats.truncated + sum(not r.stopped for r in done.values()),
+        done = [running for running in over.values() if running.tokens]
+        empty = [running for running in over.values() if not running.tokens]
+        self._warn_of_early_ends(done)
+        self.stats = self.stats.plus(
+            blocks=1,
+            generated_tokens=sum(count for _, count in each),
+            aside_tokens=sum(count for request, count in each if not request.for_training),
+            requests_done=len(done),
+            truncated=sum(not r.stopped for r in done),
         )
-        resolve([(running.waiter, _completion(running, now)) for running in done.values()])
+        resolve([(running.waiter, _completion(running, now)) for running in done])
+        for running in empty:
+            self._fail_alone(running, _drew_nothing(running.request))
 
     def _add(self, running: _Running, result: Any, slot: int) -> int:
-        """Add a slot's new tokens, as many as the request wants; return how many."""
+        """Add a slot's new tokens, as many as the request wants, up to the first that is not valid,
+        which ends it; return how many."""
         before = len(running.tokens)
         in_slot = result.get_result_at_slot(slot)
         for token, valid in zip(in_slot.tokens[0], in_slot.valid[0], strict=True):
-            if valid and not running.done:
+            if running.done:
+                break
+            running.ended = not valid
+            if valid:
                 running.tokens.append(int(token))
                 running.versions.append(self.drawn_from.version)
         return len(running.tokens) - before
+
+    def _warn_of_early_ends(self, done: Sequence[_Running]) -> None:
+        """Warn once of an answer that the engine ended by itself."""
+        early = next((r for r in done if r.ended and not r.stopped), None)
+        if self._told_of_ends or early is None:
+            return
+        self._told_of_ends = True
+        log.warning(
+            "request %s: the engine ended the answer after %d of %d tokens, at none of the stop "
+            "tokens %s. Such answers count as cut off (rollout/truncated_share). If the engine was "
+            "not full, give it the same stop tokens, or name its own in the request",
+            early.request.request_id,
+            len(early.tokens),
+            early.request.max_new_tokens,
+            early.request.stop_token_ids,
+        )
 
     def _warn_of(self, request: Request) -> None:
         """Warn once that the engine samples by its own settings."""
@@ -468,6 +489,15 @@ class ForeignLoop:
                 request.request_id,
                 request.sampling,
             )
+
+
+def _drew_nothing(request: Request) -> RolloutError:
+    return RolloutError(
+        f"request {request.request_id!r}: the engine drew no token after a prompt of "
+        f"{len(request.token_ids)}: the first in ResultTokens.valid is 0, which ends an answer. An "
+        "engine that draws later must have `generate` wait for it; one whose slots are full must "
+        "have a smaller max_prefill_length."
+    )
 
 
 def _completion(running: _Running, now: float) -> Completion:

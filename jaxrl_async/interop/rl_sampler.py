@@ -16,7 +16,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,12 +24,13 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config.sampler_section import SamplerSection
 from jaxrl_async.errors import JaxrlError, WeightsError
+from jaxrl_async.interop.rl_requests import Asked, asked_of, name_of, value_of
 from jaxrl_async.mesh import SAMPLER_RULES, shardings
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params, weight_table
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
-from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
+from jaxrl_async.types import Completion, StopReason, VersionedParams
 
 IN_PROGRESS, SUCCESS, ABORTED, MISSING = "IN_PROGRESS", "SUCCESS", "ABORTED", "MISSING"
 """States of a transfer (get_transfer_status)."""
@@ -38,9 +39,19 @@ MOST_STATUSES = 1000
 LIVE_S = 600.0
 """Longest wait until new weights are in use, seconds: a block, and with on_new_weights=drain the
 running requests."""
-NOT_SERVED = ("return_logits", "beam_size", "seed")
-"""Fields of sampling parameters that this sampler has nothing for: all randomness depends on the
-seed that it was made with."""
+FINISHED = {
+    StopReason.EOS: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.CANCELLED: "cancelled",
+}
+"""The protocol's words for why an answer ended."""
+
+
+class _Refused(NamedTuple):
+    """A request that is not served."""
+
+    name: str
+    error: Exception
 
 
 class HandedWeights:
@@ -111,6 +122,7 @@ class RLSampler:
         }
         self._mesh = mesh
         self._usual_length = 64 if section is None else section.max_new_tokens
+        self._tells_experts = settings.keep_routing or not policy.spec.experts
         self._sampler: Sampler | None = None
         self._staged: VersionedParams | None = None
         self._takes, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
@@ -164,15 +176,17 @@ class RLSampler:
 
         Args:
             sampling_requests: one or several, each a text, token ids, or a request with `prompt`
-                and, at choice, `request_id` and `sampling_params` (max_tokens, temperature, top_k,
-                top_p, return_logprobs, return_routed_experts; without max_tokens the answer may
-                have sampler.max_new_tokens).
-            usual: sampling parameters of requests that have none of their own.
+                and, at choice, `request_id` and `sampling_params`: max_tokens (without it,
+                sampler.max_new_tokens), temperature, top_k, top_p, min_p, stop_token_ids (beside
+                the tokenizer's, or with ignore_eos instead of them), seed (the same prompt, seed
+                and weights give the same tokens), return_logprobs, return_routed_experts,
+                routed_experts_prompt_start. Others are refused (rl_requests.NOT_SERVED).
+            usual: sampling parameters for what requests do not say.
 
         Returns one response each, in their order: request_id, text, prompt_token_ids, token_ids
         [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the distribution drawn from
-        (None if not asked for), cumulative_logprob, routed_experts [prompt + drawn - 1, layers,
-        experts per token] or None, finish_reason (stop or length), error.
+        (None if not asked for), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
+        layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
         """
         await self._takes.wait()
         await self.start()
@@ -181,56 +195,33 @@ class RLSampler:
         responses = [self._response(one) for one in asked]
         return list(await asyncio.gather(*responses))
 
-    def _asked(self, given: Any, usual: Mapping[str, Any]) -> Any:
+    def _asked(self, given: Any, usual: Mapping[str, Any]) -> Asked | _Refused:
         """Return a request as ours, with what its response needs; an error in its place."""
         self._count += 1
-        is_prompt = isinstance(given, str | np.ndarray | list | tuple)
-        name = "" if is_prompt else str(_value(given, "request_id") or "")
-        found = SimpleNamespace(name=name or f"request-{self._count}", error=None, request=None)
         try:
-            prompt = given if is_prompt else _value(given, "prompt")
-            own = None if is_prompt else _value(given, "sampling_params")
-
-            def wish(key: str, default: Any) -> Any:
-                value = _value(own, key, usual.get(key))
-                return default if value is None else value
-
-            if unknown := [key for key in NOT_SERVED if wish(key, False)]:
-                raise ValueError(f"{', '.join(unknown)}: this sampler has nothing for it")
-            if isinstance(prompt, str):
-                prompt = self._policy.tokenizer.encode_prompt(prompt)
-            tokens = np.asarray(prompt)
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-                raise ValueError("prompt is neither a text nor a list of token ids")
-            found.wants_logprobs = bool(wish("return_logprobs", False))
-            found.wants_experts = bool(wish("return_routed_experts", False))
-            top_k = int(wish("top_k", 0))
-            found.request = Request(
-                request_id=f"{found.name}#{self._count}",  # unique here, whatever the caller says
-                token_ids=tokens.astype(np.int32),
-                max_new_tokens=int(wish("max_tokens", self._usual_length)),
-                sampling=SamplingParams(
-                    temperature=float(wish("temperature", 1.0)),
-                    top_k=max(top_k, 0),  # vLLM's -1 is all
-                    top_p=float(wish("top_p", 1.0)),
-                ),
-                stop_token_ids=tuple(self._policy.tokenizer.eos_ids),
+            return asked_of(
+                given,
+                usual,
+                self._count,
+                self._policy.tokenizer,
+                usual_length=self._usual_length,
+                tells_experts=self._tells_experts,
             )
         except (TypeError, ValueError, JaxrlError) as error:
-            found.error = error
-        return found
+            return _Refused(name_of(given, self._count), error)
 
-    async def _response(self, asked: Any) -> SimpleNamespace:
+    async def _response(self, asked: Asked | _Refused) -> SimpleNamespace:
+        if isinstance(asked, _Refused):
+            return _failed(asked.name, asked.error)
         try:
-            if asked.error is not None:
-                raise asked.error
             assert self._sampler is not None
             done = await self._sampler.submit(asked.request)
         except (TypeError, ValueError, JaxrlError) as error:
             return _failed(asked.name, error)
         return self._answer(asked, done)
 
-    def _answer(self, asked: Any, done: Completion) -> SimpleNamespace:
+    def _answer(self, asked: Asked, done: Completion) -> SimpleNamespace:
+        experts = done.expert_ids if asked.wants_experts else None
         return SimpleNamespace(
             request_id=asked.name,
             text=self._policy.tokenizer.decode(done.token_ids),
@@ -239,8 +230,8 @@ class RLSampler:
             versions=done.versions,
             logprobs=done.logprobs if asked.wants_logprobs else None,
             cumulative_logprob=float(done.logprobs.sum()),
-            routed_experts=done.expert_ids if asked.wants_experts else None,
-            finish_reason="stop" if done.stop is StopReason.EOS else "length",
+            routed_experts=None if experts is None else experts[asked.experts_from :],
+            finish_reason=FINISHED[done.stop],
             error=None,
         )
 
@@ -286,13 +277,13 @@ class RLSampler:
 
         Raises WeightsError: they are no such tree, or of no newer version.
         """
-        version = int(_value(sync_request, "policy_version") or self._version + 1)
+        version = int(value_of(sync_request, "policy_version") or self._version + 1)
         if version <= self._version:
             raise WeightsError(
                 f"weights of version {version} do not follow version {self._version}: give a "
                 "larger policy_version."
             )
-        given = _value(sync_request, "weights")
+        given = value_of(sync_request, "weights")
         wanted = self.get_target_state()
         if problem := _differs(given, wanted):
             raise WeightsError(f"weights of version {version}: {problem}")
@@ -337,18 +328,12 @@ class RLSampler:
         return shardings(weight_table(self._policy.spec), self._mesh, SAMPLER_RULES)
 
     def _note(self, sync_request: Any, status: str) -> None:
-        name = _value(sync_request, "req_id") or _value(sync_request, "request_id")
+        name = value_of(sync_request, "req_id") or value_of(sync_request, "request_id")
         if name:
             self._statuses.pop(str(name), None)
             self._statuses[str(name)] = status
             while len(self._statuses) > MOST_STATUSES:
                 del self._statuses[next(iter(self._statuses))]
-
-
-def _value(record: Any, key: str, default: Any = None) -> Any:
-    """Return a field of a record or a mapping; default: it has none, or None."""
-    found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
-    return default if found is None else found
 
 
 def _each(given: Any) -> Sequence[Any]:

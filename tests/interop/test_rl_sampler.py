@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,17 +13,22 @@ import pytest
 
 from jaxrl_async.config.schema import ArchitectureSection, SamplerSection
 from jaxrl_async.data.addition import addition_tokenizer
-from jaxrl_async.errors import WeightsError
+from jaxrl_async.errors import RolloutError, WeightsError
+from jaxrl_async.interop.rl_requests import asked_of
 from jaxrl_async.interop.rl_sampler import RLSampler
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.types import Request, SamplingParams
 
 TOKENIZER = addition_tokenizer()
 SPEC = ModelSpec.from_architecture(
     ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64),
     TOKENIZER.vocab_size,
 )
+ROOM = Room(max_length=32, max_new_tokens=16, vocab=TOKENIZER.vocab_size)
 SECTION = SamplerSection(slots=4, max_length=32, max_new_tokens=16, block=4)
 
 
@@ -66,6 +71,14 @@ class Params:
 
 
 @dataclass(kw_only=True)
+class NewerParams(Params):
+    """With fields that a later version may have."""
+
+    routed_experts_prompt_start: int = 0
+    contrast: float = 0.5
+
+
+@dataclass(kw_only=True)
 class SamplingRequest:
     prompt: Any
     request_id: str = ""
@@ -84,6 +97,14 @@ class SyncRequest:
 
 def policy(seed: int) -> Policy:
     return Policy(SPEC, init_params(SPEC, jax.random.key(seed)), TOKENIZER)
+
+
+def checked(given: Any) -> Request:
+    """A request as the sampler gets it."""
+    asked = asked_of(given, {}, 1, TOKENIZER, usual_length=8, tells_experts=True)
+    (found,) = RequestCheck(ROOM, iter([7])).checked([asked.request])
+    assert isinstance(found, Request)
+    return replace(found, key=asked.request.key)
 
 
 def logprobs(params: Any, prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
@@ -211,3 +232,141 @@ def test_the_example_of_the_docs_runs() -> None:
     sync = SyncRequest(policy_version=1, weights=policy(1).params)
     (found,) = asyncio.run(names["draw_and_renew"](policy(0), ["1+1="], sync))
     assert found.error is None and set(found.versions.tolist()) == {0}
+
+
+def test_a_seed_zero_included_gives_the_same_tokens_again(drive) -> None:
+    """Without one each request draws its own; -1 is vLLM's word for none."""
+
+    async def story(sampler: RLSampler):
+        def ask(seed: int | None):
+            params = Params(seed=seed, max_tokens=12)
+            return SamplingRequest(prompt=[1, 2, 3], sampling_params=params)
+
+        wishes = [ask(s) for s in (0, 0, 5, 5, None, None, -1, -1, 2**31)]
+        return await sampler.sample(wishes)
+
+    *found, wide = drive(story)
+    assert all(f.error is None for f in found)
+    tokens = [tuple(f.token_ids.tolist()) for f in found]
+    assert tokens[0] == tokens[1] and tokens[2] == tokens[3]
+    assert len(set(tokens)) == 6
+    assert wide.error.message.startswith("seed must be a whole number from 0 to 2147483647")
+
+
+def test_min_p_leaves_only_the_likely_tokens(drive) -> None:
+    """With 0.999 only the likeliest token is left, at any temperature: what greedy draws."""
+
+    async def story(sampler: RLSampler):
+        prompt = [1, 2, 3]
+        return await sampler.sample(
+            [
+                {"prompt": prompt, "sampling_params": {"temperature": 0.0}},
+                {"prompt": prompt, "sampling_params": {"min_p": 0.999, "temperature": 2.0}},
+                {"prompt": prompt},
+            ],
+            return_logprobs=True,
+        )
+
+    greedy, narrow, free = drive(story)
+    assert narrow.token_ids.tolist() == greedy.token_ids.tolist() != free.token_ids.tolist()
+    np.testing.assert_allclose(narrow.logprobs, 0.0, atol=1e-6)
+
+
+def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
+    async def story(sampler: RLSampler):
+        def ask(**params: Any):
+            return {"prompt": [1, 2, 3], "sampling_params": {"seed": 3, "max_tokens": 12, **params}}
+
+        (whole,) = await sampler.sample(ask(ignore_eos=True))
+        own, eos = whole.token_ids.tolist(), TOKENIZER.eos_ids[0]
+        stop = next(t for t in own[1:] if t not in TOKENIZER.eos_ids)
+        cut, both, wrong = await sampler.sample(
+            [
+                ask(stop_token_ids=[stop], ignore_eos=True),
+                ask(stop_token_ids=[stop, eos]),
+                ask(stop_token_ids=["x"]),
+            ]
+        )
+        return own, stop, cut, both, wrong
+
+    own, stop, cut, both, wrong = drive(story)
+    assert len(own) == 12, "ignore_eos"
+    assert cut.token_ids.tolist() == own[: own.index(stop) + 1] and cut.finish_reason == "stop"
+    ends = min(own.index(t) for t in (stop, *TOKENIZER.eos_ids) if t in own)
+    assert both.token_ids.tolist() == own[: ends + 1] and both.finish_reason == "stop"
+    assert "stop_token_ids must be" in wrong.error.message
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"n": 4}, "n is 4, which is not served: send the request as often"),
+        ({"best_of": 2}, "best_of is 2"),
+        ({"presence_penalty": 0.5}, "presence_penalty is 0.5, which is not served"),
+        ({"frequency_penalty": -0.1}, "frequency_penalty is -0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
+        ({"min_tokens": 2}, "min_tokens is 2"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"stop": ["\n"]}, "give the tokens' ids as stop_token_ids"),
+        ({"stop_sequences": "x"}, "give the tokens' ids as stop_token_ids"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is 0"),
+        ({"logprobs": 5}, "logprobs is 5"),
+        ({"return_logits": True}, "return_logits is True"),
+        ({"beam_size": 4}, "beam_size is 4"),
+        ({"temprature": 0.5}, "temprature is 0.5, and this sampler knows no such parameter"),
+        ({"max_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ({"max_tokens": 0}, "max_new_tokens must be a whole number from 1"),
+        ({"temperature": "hot"}, "sampling.temperature must be a finite number"),
+        ({"top_k": -2}, "sampling.top_k must be a whole number"),
+        ({"min_p": 1.0}, "sampling.min_p must be at least 0 and below 1"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"routed_experts_prompt_start": 3}, "from 0 to 2, the prompt's length"),
+        (NewerParams(contrast=0.7), "contrast is 0.7, and this sampler knows no such"),
+        ("hot", "'hot', neither a record of sampling parameters nor a mapping"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(params: Any, says: str) -> None:
+    with pytest.raises(RolloutError) as refused:
+        checked({"prompt": [1, 2], "sampling_params": params})
+    assert says in str(refused.value)
+
+
+def test_parameters_beside_sampling_params_are_refused() -> None:
+    with pytest.raises(RolloutError, match=r"^temperature, top_p: put sampling parameters into"):
+        checked({"prompt": [1, 2], "temperature": 0.5, "top_p": 0.9})
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
+    """vLLM's own defaults, and an unchanged field that nobody knows."""
+    neutral = {
+        "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0,
+        "stop": [], "bad_words": [], "min_tokens": 0, "skip_special_tokens": True, "seed": None,
+        "prompt_logprobs": None, "detokenize": False, "top_k": -1, "logprobs": 1, "extra": False,
+    }  # fmt: skip
+    for params in (neutral, NewerParams(), None):
+        asked = checked({"prompt": [1, 2], "sampling_params": params})
+        assert asked.sampling == SamplingParams() and asked.key is None
+        assert asked.stop_token_ids == tuple(TOKENIZER.eos_ids)
+
+
+def test_experts_are_told_where_the_sampler_keeps_them_and_refused_elsewhere() -> None:
+    architecture = ArchitectureSection(
+        layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4, experts_per_token=2
+    )
+    spec = ModelSpec.from_architecture(architecture, TOKENIZER.vocab_size)
+    mixture = Policy(spec, init_params(spec, jax.random.key(0)), TOKENIZER)
+    params = {"return_routed_experts": True, "routed_experts_prompt_start": 2, "max_tokens": 3}
+    ask = {"prompt": [1, 2, 3], "sampling_params": params | {"ignore_eos": True}}
+
+    async def answer(settings: SamplerSettings):
+        sampler = RLSampler(mixture, section=SECTION, settings=settings)
+        try:
+            return (await sampler.sample([ask]))[0]
+        finally:
+            await sampler.stop()
+
+    refused = asyncio.run(answer(SamplerSettings()))
+    assert "SamplerSettings(keep_routing=True)" in refused.error.message
+    told = asyncio.run(answer(SamplerSettings(keep_routing=True)))
+    assert told.error is None and told.routed_experts.shape == (3 + 3 - 1 - 2, 2, 2)

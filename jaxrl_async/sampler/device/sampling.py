@@ -20,7 +20,7 @@ Kernel = Callable[..., tuple[Array, Array, Array]]
 """sampling_kernel.drawn_by_kernel, on a mesh."""
 MASKED = -jnp.inf
 BLOCK = 128
-"""Tokens of a block of `drawn`: the columns of a register of TPUs."""
+"""Most tokens of a block of `drawn`: the columns of a register of TPUs."""
 LOWEST = -(2**31)
 """A rank below all numbers'."""
 
@@ -116,7 +116,7 @@ def _with_extras(
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    return SampledTokens(tokens, logprobs, full, packed_bits(kept))
+    return SampledTokens(tokens, logprobs, full, packed_bits(kept & (logits > MASKED)))
 
 
 def packed_bits(mask: Array) -> Array:
@@ -138,8 +138,9 @@ def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, 
     none.
     """
     S, V = logits.shape
-    blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=MASKED)
-    blocks = blocks.reshape(S, -1, BLOCK)
+    width = min(BLOCK, V)
+    blocks = jnp.pad(logits, ((0, 0), (0, -V % width)), constant_values=MASKED)
+    blocks = blocks.reshape(S, -1, width)
     largest = jnp.max(blocks, axis=-1)
     top = jnp.max(largest, axis=-1)
     sums = jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1)
@@ -154,13 +155,13 @@ def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, 
     inner = jax.lax.platform_dependent(blocks, block, tpu=_masked_block, default=_gathered_block)
     odds = jnp.exp(inner - top[:, None])
     passed = jnp.cumsum(odds, axis=-1) <= (target - before)[:, None]
-    within = jnp.minimum(jnp.sum(passed, axis=-1), BLOCK - 1)
+    within = jnp.minimum(jnp.sum(passed, axis=-1), width - 1)
     likeliest = jnp.argmax(inner, axis=-1)
     within = jnp.where(_at(odds, within) > 0, within, likeliest)
     if greedy is not None:
         within = jnp.where(greedy, likeliest, within)
     logprobs = _at(inner, within) - top - jnp.log(total)
-    return (block * BLOCK + within).astype(jnp.int32), logprobs
+    return (block * width + within).astype(jnp.int32), logprobs
 
 
 def _at(values: Array, places: Array) -> Array:
@@ -169,7 +170,7 @@ def _at(values: Array, places: Array) -> Array:
 
 
 def _gathered_block(blocks: Array, block: Array) -> Array:
-    """Return of [S, B, BLOCK] each row's block, [S, BLOCK]."""
+    """Return of [S, B, width] each row's block, [S, width]."""
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
@@ -195,7 +196,8 @@ def uniforms(keys: Array, positions: Array) -> Array:
 
 def likely(logits: Array, controls: Controls) -> Array:
     """Return [S, V] bool: the tokens that top-k, then top-p, then min-p leave of
-    temperature-scaled logits. Equal tokens are kept, or refused, together.
+    temperature-scaled logits. Equal tokens are kept, or refused, together; tokens that cannot be
+    (MASKED) are refused even where fewer than k can.
 
     top-k keeps a token if fewer than k are likelier. top-p keeps it if those of top-k that are
     likelier have less than that share of top-k's probability, so it keeps the likeliest up to and
@@ -223,7 +225,8 @@ def likely(logits: Array, controls: Controls) -> Array:
         share * jnp.sum(odds, axis=-1, keepdims=True),
     )  # fmt: skip
     floor = jnp.where(share < 1, nucleus, floor)  # the rounded sum of a few may be all
-    return (ranks >= floor) & (logits >= top + jnp.log(controls.min_p)[:, None])
+    likely_enough = logits >= top + jnp.log(controls.min_p)[:, None]
+    return (ranks >= floor) & likely_enough & (logits > MASKED)
 
 
 def ranks_of(numbers: Array) -> Array:

@@ -3,6 +3,9 @@ in float64; and a row's draw is its own."""
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from jaxrl_async.sampler.device.sampling import (
     ranks_of,
     sample,
 )
-from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel, takes_kernel
 
 VOCABS = (1, 2, 100, BLOCK, BLOCK + 1, 1000, 4096)
 
@@ -46,7 +49,7 @@ def kernel(
     tokens, logprobs, floor = drawn_by_kernel(
         logits, numbers, jnp.asarray(controls.top_k)[:, None], truncated=truncated, interpret=True
     )
-    return tokens, logprobs, logits >= floor[:, None]
+    return tokens, logprobs, (logits >= floor[:, None]) & (logits > -jnp.inf)
 
 
 DRAWS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
@@ -107,6 +110,19 @@ def test_a_token_is_the_one_whose_interval_holds_the_number(form: str, vocab: in
     assert (end - own <= u + 1e-5).all() and (u <= end + 1e-5).all()
     assert np.mean((end - own <= u) & (u < end)) > 0.98, "but for rounding at an edge"
     np.testing.assert_allclose(logprobs, np.log(own), atol=2e-5, rtol=1e-5)
+
+
+def test_a_small_vocabulary_is_one_block_without_padding() -> None:
+    """The same bits as with words behind it that cannot be, whatever their number."""
+    rng = np.random.default_rng(3)
+    for vocab in (1, 13, 64, 127):
+        logits, u = logits_of(rng, 500, vocab), jnp.asarray(rng.random(500), jnp.float32)
+        padded = np.pad(logits, ((0, 0), (0, BLOCK - vocab)), constant_values=-np.inf)
+        mine, other = (jax.jit(drawn)(jnp.asarray(x), u) for x in (logits, padded))
+        np.testing.assert_array_equal(mine[0], other[0])
+        np.testing.assert_array_equal(mine[1], other[1])
+        text = jax.jit(drawn).lower(jnp.asarray(logits), u).as_text()
+        assert f"x{vocab}xf32>" in text and (f"x{BLOCK}xf32>" not in text)
 
 
 @pytest.mark.parametrize(("form", "vocab"), CASES)
@@ -173,7 +189,7 @@ def test_a_row_draws_the_same_whatever_rows_there_are_beside_it() -> None:
 
 def sorted_set(logits: np.ndarray, k: int, p: float, m: float, slack: float) -> np.ndarray:
     """What a sort of one row [V] keeps, [V] bool, in float64, with its sums of probabilities
-    lowered by `slack`."""
+    lowered by `slack`: never a token that cannot be."""
     order = np.argsort(-logits, kind="stable")
     ranked = logits[order].astype(np.float64)
     kept = ranked >= ranked[k - 1] if 0 < k < len(ranked) else np.full(len(ranked), True)
@@ -184,7 +200,7 @@ def sorted_set(logits: np.ndarray, k: int, p: float, m: float, slack: float) -> 
         kept |= ranked >= ranked[kept].min()  # equals of the last one
         kept &= ranked >= ranked[k - 1] if 0 < k < len(ranked) else True
     likely = logits >= np.float32(logits.max()) + np.log(np.float32(m)) if m else True
-    return (logits >= ranked[kept].min()) & likely
+    return (logits >= ranked[kept].min()) & likely & (logits > -np.inf)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +235,61 @@ def test_what_is_kept_is_what_a_sort_keeps(
             assert len(set(mine[row == value])) == 1, "equals are kept together"
 
 
+def kept_by_definition(logits: np.ndarray, k: int, p: float, m: float) -> list[int]:
+    """The tokens of one row that can be, likeliest first, as far as top-k, then top-p, then min-p
+    let one in: one by one, in float64. Their logits differ."""
+    able = [int(t) for t in np.argsort(-logits) if logits[t] > -np.inf]
+    odds = np.exp(logits[able].astype(np.float64) - logits.max())
+    able = able[:k] if k else able
+    total, before, found = odds[: len(able)].sum(), 0.0, []
+    for token, chance in zip(able, odds, strict=False):
+        if before / total >= p or chance < m:
+            break
+        found.append(token)
+        before += chance
+    return sorted(found)
+
+
+FORMS = {"xla": None, "kernel": partial(drawn_by_kernel, interpret=True)}
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_that_cannot_be_is_never_kept(form: str, truncated: bool) -> None:
+    """Rows in which 1 to all of 100 tokens can be, with top-k below and above their number."""
+    rng, rows, vocab = np.random.default_rng(5), 96, 100
+    logits = (rng.normal(size=(rows, vocab)) * 2).astype(np.float32)
+    num_able = rng.choice([1, 2, 3, 6, 20, 99, 100], rows)
+    for row, n in zip(logits, num_able, strict=True):
+        row[rng.permutation(vocab)[n:]] = -np.inf
+    controls = Controls(
+        temperature=np.ones(rows, np.float32),
+        top_k=rng.choice([0, 1, 4, 30, 99, 5000], rows).astype(np.int32),
+        top_p=rng.choice([1.0, 0.95, 0.5], rows).astype(np.float32),
+        min_p=rng.choice([0.0, 0.03], rows).astype(np.float32),
+    )
+    if not truncated:
+        controls = controls._replace(
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+        )
+    keys = rng.integers(2**32, size=(rows, 2), dtype=np.uint32)
+    mix, positions = Mix(truncated=truncated, extras=True), np.zeros(rows, np.int32)
+    draw = jax.jit(partial(sample, mix=mix, kernel=FORMS[form]))
+    new = draw(jnp.asarray(logits), controls, keys, positions)
+    assert new.kept is not None
+    bits = np.unpackbits(np.asarray(new.kept).view(np.uint8), axis=1, bitorder="little")
+    for i, row in enumerate(logits):
+        wanted = kept_by_definition(
+            row, int(controls.top_k[i]), float(controls.top_p[i]), float(controls.min_p[i])
+        )
+        assert np.flatnonzero(bits[i]).tolist() == wanted and int(new.tokens[i]) in wanted
+    if truncated:
+        kept = np.asarray(KEEPS["xla"](jnp.asarray(logits), controls))
+        assert not (kept & np.isneginf(logits)).any()
+
+
 @pytest.mark.parametrize("form", KEEPS)
 def test_equals_at_the_edge_are_kept_together(form: str) -> None:
     """By hand: 4 tokens of 2, 4 of 1, 92 of -9; top-k 2 and 5, top-p 0.4 and 0.7."""
@@ -240,3 +311,21 @@ def test_ranks_have_the_order_of_the_numbers() -> None:
     ranks = np.asarray(ranks_of(jnp.asarray(numbers)))
     assert ranks[4] == ranks[5]
     assert (np.diff(np.delete(ranks, 4).astype(np.int64)) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "takes"),
+    [
+        ("TPU v5 lite", 360_448, True),
+        ("TPU v5 lite", 360_449, False),
+        ("TPU v6 lite", 360_448, True),
+        ("TPU v4", 1_000, False),
+    ],
+)
+def test_the_kernel_takes_the_vocabularies_that_its_memory_holds(
+    kind: str, vocab: int, takes: bool
+) -> None:
+    device: Any = SimpleNamespace(platform="tpu", device_kind=kind)
+    assert takes_kernel(device, vocab) is takes
+    text = (Path(__file__).parents[3] / "docs/sampler.md").read_text("utf-8")
+    assert "vocabularies to 360,448 |" in text
