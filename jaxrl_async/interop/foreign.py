@@ -59,6 +59,7 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     ended: bool = False  # by the engine, which draws nothing more for it
+    first_at: float | None = None  # when its first token was here
 
     @property
     def stopped(self) -> bool:
@@ -433,6 +434,9 @@ class ForeignLoop:
         """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
         now = time.perf_counter()
+        for running in self._running.values():
+            if running.first_at is None and running.tokens:
+                running.first_at = now
         over = {slot: running for slot, running in self._running.items() if running.done}
         for slot in over:
             del self._running[slot]
@@ -511,5 +515,6 @@ def _completion(running: _Running, now: float) -> Completion:
         versions=np.array(running.versions, np.int32),
         stop=StopReason.EOS if running.stopped else StopReason.LENGTH,
         queued_s=started - waiter.queued_at,
+        first_token_s=(running.first_at or now) - waiter.queued_at,
         latency_s=now - waiter.queued_at,
     )

@@ -23,12 +23,12 @@ WITHOUT_EFFECT = ("detokenize", "output_kind", "route_key")
 """Of a text, a stream, and a choice among samplers, which change no token: always there, never, and
 there is one."""
 
-AGAIN = "send the request as often as you want answers: each draws tokens of its own"
+AGAIN = "send the request as often as you want answers: each samples other tokens"
 ANOTHER_DISTRIBUTION = (
-    "tokens are drawn from the policy's own distribution, by temperature, top_k, top_p and min_p "
+    "tokens are sampled from the policy's own distribution, by temperature, top_k, top_p and min_p "
     "alone: leave it out"
 )
-NO_BEAMS = "this sampler draws, and searches no beams: leave it out"
+NO_BEAMS = "there is no beam search here: leave it out"
 BY_IDS = "answers end at tokens, not at texts: give the tokens' ids as stop_token_ids"
 FROM_IDS = "decode the response's token_ids as you like, and leave it out"
 
@@ -222,6 +222,6 @@ def _key(seed: Any) -> tuple[int, int] | None:
     if not (_is_whole(seed) and -1 <= seed < SEED_END):
         raise RolloutError(
             f"seed must be a whole number from 0 to {SEED_END - 1}, not {seed!r}. Without one each "
-            "request draws tokens of its own."
+            "request samples other tokens."
         )
     return None if seed == -1 else (SEEDED, int(seed))

@@ -81,6 +81,7 @@ def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
     for i, c in enumerate(done[:3]):
         assert c.token_ids.tolist() == sums(i + 2, 2 + i % 2)
         assert c.stop is StopReason.LENGTH and np.isnan(c.logprobs).all()
+        assert c.queued_s < c.first_token_s < c.latency_s
     assert done[3].token_ids.tolist() == [11, 22] and done[3].stop is StopReason.EOS
 
 

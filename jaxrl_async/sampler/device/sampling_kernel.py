@@ -26,13 +26,14 @@ LOWEST = -(2**31)
 MOST_BYTES = 48 * 2**20
 """Most of a chip's own memory (VMEM: 64 MiB or more from v5e on) that the kernel asks for."""
 SMALL = ("TPU v2", "TPU v3", "TPU v4")
-"""Kinds of chips with 16 MiB of it or less, which hold no eight rows of a large vocabulary."""
+"""First words of kinds of chips with 16 MiB of it or less, which hold no eight rows of a large
+vocabulary."""
 
 
 def takes_kernel(device: jax.Device, vocab: int) -> bool:
     """Return whether a device draws by the kernel; others draw by XLA's programs."""
     fits = _bytes_of(vocab, truncated=True) <= MOST_BYTES
-    return device.platform == "tpu" and fits and device.device_kind not in SMALL
+    return device.platform == "tpu" and fits and not device.device_kind.startswith(SMALL)
 
 
 def _bytes_of(vocab: int, *, truncated: bool) -> int:

@@ -320,6 +320,7 @@ def test_ranks_have_the_order_of_the_numbers() -> None:
         ("TPU v5 lite", 360_449, False),
         ("TPU v6 lite", 360_448, True),
         ("TPU v4", 1_000, False),
+        ("TPU v4 lite", 1_000, False),
     ],
 )
 def test_the_kernel_takes_the_vocabularies_that_its_memory_holds(
