@@ -14,6 +14,8 @@ ITEM_BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2,
     "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
+NO_ESTIMATE = 2**63 - 1
+"""What the TPU compiler writes for the cycles of an instruction that it cannot estimate."""
 MAX_NESTING = 64
 """Deepest nesting of computations in a program."""
 
@@ -46,7 +48,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 if it gives none."""
+        """The compiler's estimate; 0 if it gives none, NO_ESTIMATE if it says that it has none."""
         match = _CYCLES.search(self.rest)
         return int(match[1]) if match else 0
 

@@ -1,15 +1,15 @@
 """How long an instruction of a compiled program takes, seconds. Pure functions.
 
-The TPU's compiler says it, in cycles. The compiler for NVIDIA cards does not: there it is
-arithmetic, the longer of products at PRODUCT_SHARE of the peak and bytes at BYTES_SHARE of the
-bandwidth, and LAUNCH_S for each kernel.
+The TPU's compiler says it, in cycles; what it cannot estimate takes its roofline. The compiler for
+NVIDIA cards says nothing: there it is arithmetic, the longer of products at PRODUCT_SHARE of the
+peak and bytes at BYTES_SHARE of the bandwidth, and LAUNCH_S for each kernel.
 """
 
 import re
 from collections.abc import Callable
 
 from jaxrl_async.plan.chips import Chip
-from jaxrl_async.plan.hlo import Instruction, arrays_of
+from jaxrl_async.plan.hlo import NO_ESTIMATE, Instruction, arrays_of
 from jaxrl_async.sampler.device.sampling_kernel import LANES, PLAIN, ROWS, TILES, TRUNCATED
 
 PRODUCT_SHARE = 0.7
@@ -45,8 +45,14 @@ def draw_cycles(i: Instruction) -> float:
 
 def pace_of(chip: Chip) -> Pace:
     """Return how long an instruction takes on a chip, or a card."""
+
+    def of_chip(i: Instruction, flops: float, num_bytes: float) -> float:
+        if i.cycles == NO_ESTIMATE:
+            return max(flops / chip.peak_flops, num_bytes / chip.hbm_bytes_per_s)
+        return (i.cycles + draw_cycles(i)) / chip.clock_hz
+
     if not chip.is_card:
-        return lambda i, flops, num_bytes: (i.cycles + draw_cycles(i)) / chip.clock_hz
+        return of_chip
     products, memory = chip.peak_flops * PRODUCT_SHARE, chip.hbm_bytes_per_s * BYTES_SHARE
 
     def of_card(i: Instruction, flops: float, num_bytes: float) -> float:

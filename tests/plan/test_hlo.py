@@ -208,6 +208,22 @@ ENTRY %main (l: f32[{rows},{vocab}]) -> s32[{rows},1] {{
     assert cost.compute_s == pytest.approx(cycles / chip.clock_hz)
 
 
+def test_an_instruction_that_the_compiler_cannot_estimate_takes_its_roofline():
+    """It writes the largest number there is in place of cycles: hundreds of years each."""
+    text = """HloModule m
+
+ENTRY %main (x: bf16[16,4096], w: bf16[4096,12288]) -> bf16[16,12288] {
+  %x = bf16[16,4096]{1,0} parameter(0)
+  %w = bf16[4096,12288]{1,0} parameter(1)
+  ROOT %d = bf16[16,12288]{1,0} dot(%x, %w), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+    num_bytes = 2 * (16 * 4096 + 4096 * 12288 + 16 * 12288)
+    cost = cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"]))
+    assert cost.compute_s == pytest.approx(num_bytes / CHIPS["v5e"].hbm_bytes_per_s)
+
+
 def test_a_counter_s_start_step_and_bound_decide_the_turns():
     text = """HloModule m
 
