@@ -446,7 +446,7 @@ WIDEST_CUDNN = {HOPPER: 256}
 """Widest heads that cuDNN trains, by the major compute capability; of all others after Hopper:"""
 WIDEST_CUDNN_LATER = 128
 """JAX's own check allows 256 there, but NVIDIA's frontend in jaxlib refuses more than 128 in the
-backward pass of all but Hopper (scaled_dot_product_flash_attention.h, versions 1.18 to 1.23). 256
+backward pass of all but Hopper (scaled_dot_product_flash_attention.h, version 1.23). 256
 on 10.x, packed, needs version 1.26 and cuDNN 9.30 (github.com/NVIDIA/TransformerEngine/pull/3056).
 """
 LEAST_CUDNN = {(10, 3): (9, 11, 0), (12, 0): (9, 18, 1), (12, 1): (9, 18, 1)}
