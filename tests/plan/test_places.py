@@ -275,3 +275,80 @@ def test_the_compiler_says_what_goes_between_two_slices():
         ("all-reduce", 2, 2.0**20, 1.0)
     ]
     assert {c["axes"] for c in told["collectives"]} - {between[0]["axes"]} == {"fsdp"}
+
+
+TWO_SLICES = """
+import json, math, os, sys
+from dataclasses import replace
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+os.environ |= COMPILER_ENV
+import jax
+from jaxrl_async.config.schema import Config
+from jaxrl_async.plan import programs
+from jaxrl_async.plan.chips import parse_chips, parse_slice
+from jaxrl_async.plan.cost import BETWEEN_SLICES, cost_of
+from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.pace import pace_of
+from jaxrl_async.plan.places import make_places
+from jaxrl_async.trainer import update
+
+axes, shape, apart = json.loads(sys.argv[1])
+if not apart:
+    update.can_sum_apart = lambda mesh, spec: False
+architecture = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "head_dim": 128, "mlp": 512}
+config = Config.model_validate({
+    "mesh": {"samplers_in": "elsewhere", "trainer": {"data": 2, **axes}, "sampler": {"tensor": 4}},
+    "model": {"dtype": "bfloat16", "remat": "layer",
+              "architecture": {**architecture, "vocab": 1024, **shape}},
+    "trainer": {"row_length": 256, "micro_batch_tokens": 2048},
+    "sampler": {"max_length": 256, "max_new_tokens": 192, "slots": 8}})
+config = config.on_devices("tpu")
+places = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+spec = programs.spec_of(config)
+cast = programs._pushed(config, spec, places)["cast"]
+weights = jax.tree.leaves(programs.trained(config, spec, places.slices.trainer))
+shards = [math.prod(w.sharding.shard_shape(w.shape)) for w in weights]
+sent = {"shards": 4 * sum(shards)}
+for one in programs.trainer_programs(config, spec, places, cast):
+    if one.name in ("gradient", "update"):
+        text = one.program.compile().as_text()
+        cost = cost_of(parse(text), one.mesh, pace_of(places.trainer.chip),
+                       open_turns=one.open_turns)
+        sent[one.name] = sum(c.num_bytes for c in cost.collectives if c.axes == BETWEEN_SLICES)
+print(json.dumps(sent))
+"""
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ({"fsdp": 4}, {}),
+        ({"tensor": 4}, {}),
+        ({"fsdp": 2, "tensor": 2}, {}),
+        ({"expert": 4}, {"family": "qwen3_moe", "experts": 8}),
+    ],
+)
+def test_gradients_cross_the_network_between_slices_once_an_update(axes, shape):
+    """A float32 gradient of a device's shards goes half each way, twice, in the update; a
+    micro-batch sends sums of losses alone. Without parts it is the other way round, each time."""
+
+    def sent(apart: bool) -> dict[str, float]:
+        done = subprocess.run(
+            [sys.executable, "-c", TWO_SLICES, json.dumps([axes, shape, apart])],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    now = sent(apart=True)
+    assert now["gradient"] < 2**14
+    assert now["shards"] <= now["update"] < 1.2 * now["shards"]
+    if axes == {"fsdp": 4}:
+        before = sent(apart=False)
+        assert before["gradient"] > 0.5 * now["shards"] and before["update"] < 2**14
