@@ -164,15 +164,17 @@ PARTS = (
     ("two",),
     ("paged",),
     ("decoders",),
-    ("real",),
 )
-"""All stages, in parts of two minutes at most on two free cores."""
+"""All stages but the real model's, in parts of two minutes at most on two free cores."""
+TOO_SLOW = "real"
+"""On two cores no update of the real model ends in time in bfloat16; tests/run/test_real_model.py
+has it in float32."""
 PART_S = 280
 
 
 def test_every_stage_is_in_one_part_and_in_the_table_of_the_docs(proof):
     names = [stage.name for stage in proof.STAGES]
-    assert sorted(name for part in PARTS for name in part) == sorted(names)
+    assert sorted([TOO_SLOW, *(name for part in PARTS for name in part)]) == sorted(names)
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     head = proof.as_table([]).splitlines()[0]
     table = text[text.index(head) :].partition("\n\n")[0].splitlines()[2:]
@@ -203,6 +205,6 @@ def test_all_stages_run_on_a_cpu_with_tiny_sizes(proof, tmp_path, part):
     ended = [f["stage"] for f in findings if f["finding"] == "end" and f["outcome"] == "ended"]
     assert ended == list(part)
     not_run = {f["stage"] for f in findings if f["finding"] == "not run"}
-    assert not_run <= {"vllm:256", "real", "hf:1", "hf:32", "hf:256"}, "what is not installed"
+    assert not_run <= {"vllm:256", "hf:1", "hf:32", "hf:256"}, "what is not installed"
     for stage in set(ended) - not_run:
         assert any(f["stage"] == stage and f["finding"] != "end" for f in findings), stage
