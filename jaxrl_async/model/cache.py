@@ -291,9 +291,10 @@ def attend_chunk(
     if context is None or seen is None:
         weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
-    before = jnp.einsum(
-        "btngk,bnkc->bngtc", grouped, context[0], preferred_element_type=jnp.float32
-    )
+    # Queries with the heads in front, as the context has them: XLA's CPU programs cannot multiply
+    # several rows in bfloat16 otherwise
+    turned = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    before = jnp.einsum("bngtk,bnkc->bngtc", turned, context[0], preferred_element_type=jnp.float32)
     before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)
     both = jnp.concatenate([before, scores], axis=-1)
     weights = softmax_with_sinks(both, sinks).astype(v.dtype)
