@@ -114,9 +114,9 @@ def differs(case: Case, mesh=None) -> float:
 WINDOWED = Scoring(window=7, cap=3.0)
 CASES = {
     "decode": Case((5, 17, 30, 1), (1, 1, 1, 1)),
-    "decode in splits": Case((5, 300, 1), (1, 1, 1), heads=6, width=64),
+    "decode in splits": Case((5, 1200, 1), (1, 1, 1), heads=6, width=64),
     "decode in splits, a window, sinks": Case(
-        (5, 300, 100), (1, 1, 1), width=64, scoring=Scoring(window=150), sinks=True
+        (5, 1200, 400), (1, 1, 1), width=64, scoring=Scoring(window=600), sinks=True
     ),
     "decode of some rows": Case((9, 4, 6, 8), (1, 1, 1, 1), counted=2),
     "prompts": Case((5, 17, 70, 9), (5, 10, 40, 2), padding=3),
@@ -142,6 +142,19 @@ USUAL = ("decode in splits, a window, sinks", "prompts whose pages lack them", "
 )
 def test_the_kernel_computes_attention_to_float32(name) -> None:
     assert differs(CASES[name]) < 3e-6
+
+
+def splits_of(case: Case) -> int:
+    """Among how many programs the kernel divides the keys of a query."""
+    q, pages, (_, tables, *_), *_ = arrays_of(case)
+    key_bytes = case.width * pages.dtype.itemsize
+    shape = (len(q), len(tables), case.heads, case.kv_heads, key_bytes, tables.shape[1] * case.page)
+    return tiles(*shape).splits
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "splits" in n])
+def test_keys_are_divided_where_a_case_says_so(name) -> None:
+    assert splits_of(CASES[name]) == 4
 
 
 @pytest.mark.exhaustive
