@@ -453,6 +453,18 @@ def test_programs_that_were_not_used_for_longest_make_room(
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_an_entry_goes_before_its_mark_though_that_is_older(
+    programs: VerifiedPrograms, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that is left without a mark is warned of as damaged, or another user's."""
+    programs.put("a", b"a" * 100)
+    (mark,) = tmp_path.glob("*.sum")
+    os.utime(mark, (mark.stat().st_mtime - 1,) * 2)
+    keep_used(tmp_path, 163)
+    assert mark.exists() and not (tmp_path / "a-cache").exists()
+    assert programs.get("a") is None and not caplog.records
+
+
 def test_an_entry_under_another_key_does_not_count(
     programs: VerifiedPrograms, tmp_path: Path
 ) -> None:
