@@ -65,9 +65,14 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
     for _, size, path in sorted(files):
         if left <= most_bytes:
             break
-        with contextlib.suppress(OSError):
+        try:
             path.unlink()
-            left, removed = left - size, removed + 1
+            removed += 1
+        except FileNotFoundError:
+            pass  # another process, which makes room at the same time, has removed it
+        except OSError:
+            continue
+        left -= size
     if removed:
         log.info("%s: %d files of programs not used for long are removed", folder, removed)
 
