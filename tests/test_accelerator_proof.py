@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,3 +209,18 @@ def test_all_stages_run_on_a_cpu_with_tiny_sizes(proof, tmp_path, part):
     assert not_run <= {"vllm:256", "hf:1", "hf:32", "hf:256"}, "what is not installed"
     for stage in set(ended) - not_run:
         assert any(f["stage"] == stage and f["finding"] != "end" for f in findings), stage
+
+
+def test_two_processes_share_a_card_by_the_variable_that_is_set(proof, monkeypatch):
+    runs = importlib.import_module("proof.runs")
+
+    def started(*_: Any, env: Any, **__: Any) -> None:
+        raise RuntimeError(env)
+
+    monkeypatch.setattr(runs, "Run", started)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    with pytest.raises(RuntimeError) as raised:
+        runs.two(SimpleNamespace(tiny=True, left_s=60.0))
+    assert raised.value.args == ({"XLA_CLIENT_MEM_FRACTION": "0.35"},)

@@ -83,7 +83,7 @@ def two(work: Work) -> None:
     if "tpu" in os.environ["JAX_PLATFORMS"]:
         work.report("not run", {"why": "a TPU chip belongs to one process"})
         return
-    share = {gpu_memory().variable: "0.35"}  # JAX refuses its other name beside it
+    share = {gpu_memory().variable: "0.35"}  # JAX refuses both of its variables at once
     steps = ["warm_start.steps=5", "run.steps=3", *SMALL] if work.tiny else ["run.steps=8"]
     steps += [] if work.tiny else ["warm_start.steps=20"]
     deadline = work.left_s

@@ -2,13 +2,15 @@
 is served or refused by name; nothing is left out in silence. Pure."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.sampler.request_checks import checked_ids
 from jaxrl_async.types import Request, SamplingParams
 
 SEEDED = -2
@@ -60,6 +62,8 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """What this sampler has nothing for: the values that ask for nothing, and what to do instead."""
 KNOWN = frozenset((*SERVED, *WITHOUT_EFFECT, *NOT_SERVED))
+OF_A_REQUEST = ("prompt", "request_id", "sampling_params", "metadata")
+"""What a request itself may have; the last is the caller's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +112,17 @@ def asked_of(
     Raises RolloutError, which names the parameter and says what to do.
     """
     name, is_prompt = name_of(given, number), _is_prompt(given)
-    if isinstance(given, Mapping) and (misplaced := sorted(KNOWN & given.keys())):
-        raise RolloutError(f"{', '.join(misplaced)}: put sampling parameters into sampling_params.")
+    if not is_prompt:
+        _check_request(given)
     wishes = {**_said(usual), **_said(None if is_prompt else value_of(given, "sampling_params"))}
     _check_served(wishes)
     prompt = given if is_prompt else value_of(given, "prompt")
     tokens = np.asarray(tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise RolloutError("prompt is neither a text nor a list of token ids.")
+    ids = checked_ids(tokens, None)
+    if isinstance(ids, str):
+        raise RolloutError(f"prompt: token ids {ids}.")
     wants_experts = bool(wishes.get("return_routed_experts", False))
     if wants_experts and not tells_experts:
         raise RolloutError(
@@ -136,7 +143,7 @@ def asked_of(
         )
     request = Request(
         request_id=f"{name}#{number}",  # unique here, whatever the caller says
-        token_ids=tokens.astype(np.int32),
+        token_ids=ids,
         max_new_tokens=wishes.get("max_tokens", usual_length),
         sampling=SamplingParams(
             temperature=wishes.get("temperature", 1.0),
@@ -165,22 +172,43 @@ def _is_whole(value: Any) -> bool:
 
 
 def _said(params: Any) -> dict[str, Any]:
-    """Return the sampling parameters of a record or a mapping that are not None; of a dataclass
-    those that are unknown here only where they are not their defaults."""
-    if isinstance(params, Mapping):
-        found = dict(params)
-    else:
-        found = {key: getattr(params, key, None) for key in KNOWN}
-        if params is not None and not any(hasattr(params, key) for key in KNOWN):
-            raise RolloutError(
-                f"sampling_params is {params!r:.80}, neither a record of sampling parameters nor a "
-                "mapping."
-            )
-        if dataclasses.is_dataclass(params):
-            unknown = [f for f in dataclasses.fields(params) if f.name not in KNOWN]
-            values = {f.name: getattr(params, f.name) for f in unknown}
-            found |= {f.name: values[f.name] for f in unknown if values[f.name] != _default(f)}
+    """Return the sampling parameters of a record or a mapping that are not None. Raises
+    RolloutError if it is neither."""
+    found = _fields(params, KNOWN)
+    if not isinstance(params, Mapping | None) and not any(hasattr(params, key) for key in KNOWN):
+        raise RolloutError(
+            f"sampling_params is {params!r:.80}, neither a record of sampling parameters nor a "
+            "mapping."
+        )
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
+    """Return what a record or a mapping says: all of a mapping or a namespace, these fields of
+    anything else, and of a dataclass others, too, where they are not their defaults."""
+    if isinstance(record, Mapping | SimpleNamespace):
+        return dict(record if isinstance(record, Mapping) else vars(record))
+    found = {key: getattr(record, key) for key in named if hasattr(record, key)}
+    if dataclasses.is_dataclass(record):
+        for one in dataclasses.fields(record):
+            value = getattr(record, one.name)
+            if one.name not in named and not _same(value, _default(one)):
+                found[one.name] = value
+    return found
+
+
+def _check_request(given: Any) -> None:
+    """Raise RolloutError for what a request asks for beside its prompt and its parameters."""
+    said = _fields(given, OF_A_REQUEST)
+    beside = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
+    if misplaced := [key for key in beside if key in KNOWN]:
+        raise RolloutError(f"{', '.join(misplaced)}: put sampling parameters into sampling_params.")
+    for key, value in beside.items():
+        if value is not None and value is not False:
+            raise RolloutError(
+                f"{key} is {value!r:.80}, and this sampler knows no such field of a request: leave "
+                f"it out. Requests have {', '.join(OF_A_REQUEST)}."
+            )
 
 
 def _default(field: Any) -> Any:

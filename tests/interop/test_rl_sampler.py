@@ -4,6 +4,7 @@ import asyncio
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -323,6 +324,8 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
         ({"seed": "x"}, "seed must be a whole number"),
         ({"routed_experts_prompt_start": 3}, "from 0 to 2, the prompt's length"),
         (NewerParams(contrast=0.7), "contrast is 0.7, and this sampler knows no such"),
+        (NewerParams(contrast=np.array([0.5, 0.7])), "contrast is array([0.5, 0.7])"),
+        (SimpleNamespace(max_tokens=3, typical_p=0.5), "typical_p is 0.5, and this sampler knows"),
         ("hot", "'hot', neither a record of sampling parameters nor a mapping"),
     ],
 )
@@ -335,6 +338,30 @@ def test_what_is_not_served_is_refused_by_name(params: Any, says: str) -> None:
 def test_parameters_beside_sampling_params_are_refused() -> None:
     with pytest.raises(RolloutError, match=r"^temperature, top_p: put sampling parameters into"):
         checked({"prompt": [1, 2], "temperature": 0.5, "top_p": 0.9})
+    with pytest.raises(RolloutError, match=r"^temperature: put sampling parameters into"):
+        checked(SimpleNamespace(prompt=[1, 2], temperature=0.0))
+
+
+def test_fields_of_a_request_that_nobody_knows_are_refused() -> None:
+    @dataclass(kw_only=True)
+    class Tuned(SamplingRequest):
+        metadata: dict = field(default_factory=dict)
+        adapter: str = ""
+
+    plain = Tuned(prompt=[1, 2], metadata={"episode": 3})
+    assert checked(plain).token_ids.tolist() == [1, 2]
+    for given, says in (
+        ({"prompt": [1, 2], "lora_request": "mine"}, "lora_request is 'mine', and this sampler"),
+        (replace(plain, adapter="mine"), "adapter is 'mine', and this sampler"),
+    ):
+        with pytest.raises(RolloutError) as refused:
+            checked(given)
+        assert says in str(refused.value)
+
+
+def test_a_token_beyond_32_bits_is_refused_and_not_wrapped() -> None:
+    with pytest.raises(RolloutError, match=f"token ids must be from 0 to .* but {2**32 + 1} is"):
+        checked([2**32 + 1, 2])
 
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:

@@ -26,6 +26,9 @@ MARK = ".sum"
 """What the name of a mark ends with; it begins with the sum of an entry, which it also holds."""
 ENTRY = "-cache"
 """What JAX appends to an entry's key."""
+MARK_S = 5.0
+"""How much longer than an entry its mark is kept, seconds: it is written before the entry, and an
+entry that has lost its mark looks like somebody else's."""
 MOST_BYTES = 8 << 30
 """Bytes of a folder that no run's folder holds, and hence nobody removes."""
 
@@ -56,14 +59,20 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
         with contextlib.suppress(OSError):  # another process has removed it
             if path.name.endswith((ENTRY, MARK)):
                 found = path.lstat()
-                files.append((found.st_mtime, found.st_size, path))
+                longer = MARK_S if path.name.endswith(MARK) else 0.0
+                files.append((found.st_mtime + longer, found.st_size, path))
     left, removed = sum(size for _, size, _ in files), 0
     for _, size, path in sorted(files):
         if left <= most_bytes:
             break
-        with contextlib.suppress(OSError):
+        try:
             path.unlink()
-            left, removed = left - size, removed + 1
+            removed += 1
+        except FileNotFoundError:
+            pass  # another process, which makes room at the same time, has removed it
+        except OSError:
+            continue
+        left -= size
     if removed:
         log.info("%s: %d files of programs not used for long are removed", folder, removed)
 
