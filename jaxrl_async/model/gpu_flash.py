@@ -1,4 +1,4 @@
-"""The trainer's attention on GPUs by kernels of our own, in Pallas' Triton: segments, shared
+"""The trainer's attention on GPUs by our own kernels, in Pallas' Triton: segments, shared
 prefixes, windows, caps, sinks, float32, parts of rows. A block of scores is in memory at a time.
 
     seen        query t sees key s if s <= t < until[s] and, in a window, own[t] - window < at[s]
@@ -26,10 +26,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring, of_extent
 
 UNSEEN = -1e30
-"""Score of a key that is not seen: finite, so that none gives NaN."""
+"""Score of a key that is not seen: finite, to avoid NaN where no key is seen."""
 TILE = {2: 8192, 4: 2048}
 """Most numbers of a block of queries or keys, by their bytes: up to six blocks are in shared memory
-at once, of which the smallest card (L4) has 99 KiB a program; with longer ones of float32 the
+together, and the smallest card (L4) has 99 KiB a program; with longer ones of float32 the
 compiler spills registers."""
 SHORTEST, LONGEST = 16, 64
 """Shortest and longest block: what tensor cores multiply, and what registers hold."""
@@ -37,8 +37,8 @@ MANY_WARPS = 8192
 """Numbers of a block from which on a program has eight warps in place of four."""
 
 
-class Sight(NamedTuple):
-    """Which keys a query sees, as arrays."""
+class Mask(NamedTuple):
+    """The attention mask, which keys a query sees, in vectors: no array is [t, T]."""
 
     places: Array  # [t] int32 of the queries in their rows, ascending
     until: Array  # [B, T] int32: first place in the row that no longer sees the key
@@ -48,17 +48,17 @@ class Sight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What of attention is no array."""
+    """How to attend: all that is not an array."""
 
     scale: float
     scoring: Scoring
-    contiguous: bool  # a window of positions is one of places, too
+    contiguous: bool  # windows of positions and of places are the same
     block: int
 
 
 def segment_ends(segment_ids_BT: Array) -> Array:
     """Return [B, T] int32: the place behind a token's segment, up to which later tokens see it.
-    Segments are contiguous. A token of padding (0) is seen by itself alone."""
+    Segments are contiguous. A token of padding (0) is seen only by itself."""
     T = segment_ids_BT.shape[1]
     places = jnp.arange(T, dtype=jnp.int32)
     changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
@@ -132,8 +132,8 @@ def flash_with_sums(
     """Attend as `flash`, without a gradient; return the log of each query's sum, too, [B, H, T]
     float32."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
-    arrays, sight, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
-    out, sums = _forward(*arrays, None, sight, how)
+    arrays, mask, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    out, sums = _forward(*arrays, None, mask, how)
     return out[:, :T, :, :K], sums[:, :, :T]
 
 
@@ -150,17 +150,17 @@ def flash_backward(
     """Return the gradients of q, k and v, given what `flash_with_sums` returned and the gradient of
     its output."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
-    arrays, sight, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    arrays, mask, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
     more = arrays[0].shape[1] - T
     wide = ((0, 0), (0, more), (0, 0), (0, arrays[0].shape[3] - K))
-    kept = *arrays, None, sight, jnp.pad(out, wide), jnp.pad(sums, ((0, 0), (0, 0), (0, more)))
+    kept = *arrays, None, mask, jnp.pad(out, wide), jnp.pad(sums, ((0, 0), (0, 0), (0, more)))
     dq, dk, dv, *_ = _flash_backward(how, kept, jnp.pad(grad, wide))
     return dq[:, :T, :, :K], dk[:, :T, :, :K], dv[:, :T, :, :K]
 
 
 def _of_segments(
     q: Array, k: Array, v: Array, segment_ids: Array, scoring: Scoring
-) -> tuple[tuple[Array, Array, Array], Sight, How]:
+) -> tuple[tuple[Array, Array, Array], Mask, How]:
     places = jnp.arange(q.shape[1], dtype=jnp.int32)
     return _whole(q, k, v, segment_ends(segment_ids), None, places, scoring)
 
@@ -175,8 +175,8 @@ def _attended(
     scoring: Scoring,
     sinks: Array | None,
 ) -> Array:
-    arrays, sight, how = _whole(q, k, v, until, positions, places, scoring)
-    out: Array = _flash(*arrays, None if sinks is None else sinks.astype(jnp.float32), sight, how)
+    arrays, mask, how = _whole(q, k, v, until, positions, places, scoring)
+    out: Array = _flash(*arrays, None if sinks is None else sinks.astype(jnp.float32), mask, how)
     return out[:, : q.shape[1], :, : q.shape[3]]
 
 
@@ -188,7 +188,7 @@ def _whole(
     positions: Array | None,
     places: Array,
     scoring: Scoring,
-) -> tuple[tuple[Array, Array, Array], Sight, How]:
+) -> tuple[tuple[Array, Array, Array], Mask, How]:
     """Pad lengths and widths of q, k and v to whole blocks."""
     t, K = q.shape[1], q.shape[3]
     width = max(SHORTEST, 2 ** (K - 1).bit_length())
@@ -202,7 +202,7 @@ def _whole(
         own = jnp.take(at, jnp.minimum(places, k.shape[1] - 1), axis=1)
     keys = (0, -k.shape[1] % block)
     queries = (0, -t % block)
-    sight = Sight(
+    mask = Mask(
         jnp.pad(places.astype(jnp.int32), queries, mode="edge"),
         jnp.pad(until.astype(jnp.int32), ((0, 0), keys)),
         own if own is None else jnp.pad(own.astype(jnp.int32), ((0, 0), queries)),
@@ -212,7 +212,7 @@ def _whole(
         jnp.pad(x, ((0, 0), more, (0, 0), (0, width - K)))
         for x, more in ((q, queries), (k, keys), (v, keys))
     )
-    return (q, k, v), sight, how
+    return (q, k, v), mask, how
 
 
 def block_of(length: int, width: int, dtype: Any) -> int:
@@ -227,13 +227,13 @@ def block_of(length: int, width: int, dtype: Any) -> int:
     return max(SHORTEST, min(LONGEST, fits, 2 ** (length - 1).bit_length()))
 
 
-def _ranges(sight: Sight, how: How) -> tuple[Array, Array]:
-    """Return for each block of queries the blocks of keys from which to which it sees any,
-    [B, t / block, 2] int32, and for each block of keys those of queries, [B, T / block, 2]."""
+def _ranges(mask: Mask, how: How) -> tuple[Array, Array]:
+    """Return for each block of queries the range of blocks of keys in which it sees any,
+    [B, t / block, 2] int32, and for each block of keys the range of queries, [B, T / block, 2]."""
     block = how.block
-    queries = sight.places.reshape(-1, block)
-    keys = jnp.arange(sight.until.shape[1] // block) * block
-    until = sight.until.reshape(len(sight.until), -1, block).max(axis=2)
+    queries = mask.places.reshape(-1, block)
+    keys = jnp.arange(mask.until.shape[1] // block) * block
+    until = mask.until.reshape(len(mask.until), -1, block).max(axis=2)
     earliest, latest = queries[:, 0, None], queries[:, -1, None]
     needed = (keys <= latest) & (earliest < until[:, None, :])
     if how.scoring.window and how.contiguous:
@@ -266,17 +266,17 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _is_seen(sight: Sight, queries: Any, keys: Any, key: Array, how: How) -> Array:
+def _is_seen(mask: Mask, queries: Any, keys: Any, key: Array, how: How) -> Array:
     """Return [queries, keys] bool for slices of the row; key [keys]: their places."""
-    place = sight.places[queries][:, None]
-    seen = (key[None, :] <= place) & (place < sight.until[keys][None, :])
-    if sight.own is None or sight.at is None:
+    place = mask.places[queries][:, None]
+    seen = (key[None, :] <= place) & (place < mask.until[keys][None, :])
+    if mask.own is None or mask.at is None:
         return seen
-    return seen & (sight.at[keys][None, :] > sight.own[queries][:, None] - how.scoring.window)
+    return seen & (mask.at[keys][None, :] > mask.own[queries][:, None] - how.scoring.window)
 
 
 def _forward_kernel(
-    range_ref: Any, sight: Any, sinks: Any, q_ref: Any, k_ref: Any, v_ref: Any, out: Any, sums: Any,
+    range_ref: Any, mask: Any, sinks: Any, q_ref: Any, k_ref: Any, v_ref: Any, out: Any, sums: Any,
     *, how: How,
 ) -> None:  # fmt: skip
     block = how.block
@@ -288,7 +288,7 @@ def _forward_kernel(
         keys = pl.ds(index * block, block)
         scores, _ = _scores(q, k_ref[keys, :], how)
         key = index * block + jnp.arange(block)
-        scores = jnp.where(_is_seen(sight, queries, keys, key, how), scores, UNSEEN)
+        scores = jnp.where(_is_seen(mask, queries, keys, key, how), scores, UNSEEN)
         new = jnp.maximum(largest, jnp.max(scores, axis=1))
         shares = jnp.exp(scores - new[:, None])
         fade = jnp.exp(largest - new)
@@ -320,7 +320,7 @@ def _shares_and_slope(
 
 
 def _queries_kernel(
-    range_ref: Any, sight: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
+    range_ref: Any, mask: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
     expected_ref: Any, dq_ref: Any, *, how: How,
 ) -> None:  # fmt: skip
     block = how.block
@@ -330,7 +330,7 @@ def _queries_kernel(
     def one(index: Array, dq: Array) -> Array:
         keys = pl.ds(index * block, block)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        seen = _is_seen(sight, queries, keys, index * block + jnp.arange(block), how)
+        seen = _is_seen(mask, queries, keys, index * block + jnp.arange(block), how)
         _, slope = _shares_and_slope(q, k, v, do, log_sum, expected, seen, how)
         return dq + _product(slope.astype(k.dtype), k)
 
@@ -339,7 +339,7 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    range_ref: Any, sight: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
+    range_ref: Any, mask: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
     expected_ref: Any, dk_ref: Any, dv_ref: Any, *, how: How, group: int,
 ) -> None:  # fmt: skip
     block = how.block
@@ -354,7 +354,7 @@ def _keys_kernel(
         queries = pl.ds(index * block, block)
         q, do = q_ref[queries, head, :], do_ref[queries, head, :]
         log_sum, expected = sums_ref[head, queries], expected_ref[head, queries]
-        seen = _is_seen(sight, queries, keys, key, how)
+        seen = _is_seen(mask, queries, keys, key, how)
         shares, slope = _shares_and_slope(q, k, v, do, log_sum, expected, seen, how)
         dv = dv + _product(shares.astype(do.dtype).T, do)
         return dk + _product(slope.astype(q.dtype).T, q), dv
@@ -368,7 +368,7 @@ def _keys_kernel(
 
 
 def _of_row(x: Array | None) -> Any:
-    """Return what of [B, ...] or of [t] a program sees: its row's, whole."""
+    """Return which part of [B, ...] or of [t] a program sees: its row, whole."""
     if x is None:
         return None
     whole = x.shape[1:] if x.ndim > 1 else x.shape
@@ -377,8 +377,8 @@ def _of_row(x: Array | None) -> Any:
     return pl.BlockSpec((None, *whole), lambda _, b, *__: (b,) + (0,) * len(whole))
 
 
-def _of_sight(sight: Sight) -> Any:
-    return Sight(*map(_of_row, sight))
+def _of_mask(mask: Mask) -> Any:
+    return Mask(*map(_of_row, mask))
 
 
 def _call(kernel: Any, how: How, width: int, name: str, **more: Any) -> Any:
@@ -389,17 +389,17 @@ def _call(kernel: Any, how: How, width: int, name: str, **more: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _flash(q: Array, k: Array, v: Array, sinks: Array | None, sight: Sight, how: How) -> Array:
-    return _forward(q, k, v, sinks, sight, how)[0]
+def _flash(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, how: How) -> Array:
+    return _forward(q, k, v, sinks, mask, how)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, sinks: Array | None, sight: Sight, how: How
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, how: How
 ) -> tuple[Array, Array]:
     """Return what is attended, and the log of each query's sum [B, H, t] float32."""
     (B, t, H, K), (T, N), block = q.shape, k.shape[1:3], how.block
     group = H // N
-    ranges, _ = _ranges(sight, how)
+    ranges, _ = _ranges(mask, how)
     of_queries = pl.BlockSpec((None, block, None, K), lambda i, b, h: (b, i, h, 0))
     of_keys = pl.BlockSpec((None, T, None, K), lambda i, b, h: (b, 0, h // group, 0))
     call = _call(
@@ -410,7 +410,7 @@ def _forward(
         grid=(t // block, B, H),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda i, b, h: (b, i, 0)),
-            _of_sight(sight),
+            _of_mask(mask),
             None if sinks is None else pl.BlockSpec((1,), lambda i, b, h: (h,)),
             of_queries,
             of_keys,
@@ -422,24 +422,24 @@ def _forward(
             jax.ShapeDtypeStruct((B, H, t), jnp.float32),
         ],
     )
-    out, sums = call(ranges, sight, sinks, q, k, v)
+    out, sums = call(ranges, mask, sinks, q, k, v)
     return out, sums
 
 
 def _flash_forward(
-    q: Array, k: Array, v: Array, sinks: Array | None, sight: Sight, how: How
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, how: How
 ) -> tuple[Array, tuple[Any, ...]]:
-    out, sums = _forward(q, k, v, sinks, sight, how)
+    out, sums = _forward(q, k, v, sinks, mask, how)
     out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
-    return out, (q, k, v, sinks, sight, out, sums)
+    return out, (q, k, v, sinks, mask, out, sums)
 
 
 def _flash_backward(
     how: How, kept: tuple[Any, ...], do: Array
 ) -> tuple[Array, Array, Array, Array | None, None]:
-    q, k, v, sinks, sight, out, sums = kept
+    q, k, v, sinks, mask, out, sums = kept
     expected = jnp.einsum("bthk,bthk->bht", do, out, preferred_element_type=jnp.float32)
-    dq, dk, dv = backward(q, k, v, sight, do, sums, expected, how)
+    dq, dk, dv = backward(q, k, v, mask, do, sums, expected, how)
     of_sinks = None
     if sinks is not None:  # a sink's share times what its query expects of a gradient, and no value
         of_sinks = -jnp.einsum("bht,bht->h", jnp.exp(sinks[:, None] - sums), expected)
@@ -447,13 +447,13 @@ def _flash_backward(
 
 
 def backward(
-    q: Array, k: Array, v: Array, sight: Sight, do: Array, sums: Array, expected: Array, how: How
+    q: Array, k: Array, v: Array, mask: Mask, do: Array, sums: Array, expected: Array, how: How
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v, given that of the output and, for each query [B, H, t],
-    the log of its sum and its output's product with that gradient."""
+    """Return the gradients of q, k and v, given the gradient of the output and, for each query
+    [B, H, t], the log of its sum and its output's product with that gradient."""
     (B, t, H, K), (T, N), block = q.shape, k.shape[1:3], how.block
     group = H // N
-    of_queries, of_keys = _ranges(sight, how)
+    of_queries, of_keys = _ranges(mask, how)
     of_range = pl.BlockSpec((None, None, 2), lambda i, b, h: (b, i, 0))
     queries = pl.BlockSpec((None, block, None, K), lambda i, b, h: (b, i, h, 0))
     sums_of_queries = pl.BlockSpec((None, None, block), lambda i, b, h: (b, h, i))
@@ -466,7 +466,7 @@ def backward(
         grid=(t // block, B, H),
         in_specs=[
             of_range,
-            _of_sight(sight),
+            _of_mask(mask),
             queries,
             whole_keys,
             whole_keys,
@@ -477,7 +477,7 @@ def backward(
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )
-    dq = call(of_queries, sight, q, k, v, do, sums, expected)
+    dq = call(of_queries, mask, q, k, v, do, sums, expected)
     keys = pl.BlockSpec((None, block, None, K), lambda j, b, n: (b, j, n, 0))
     group_queries = pl.BlockSpec((None, t, group, K), lambda j, b, n: (b, 0, n, 0))
     group_sums = pl.BlockSpec((None, group, t), lambda j, b, n: (b, n, 0))
@@ -489,7 +489,7 @@ def backward(
         grid=(T // block, B, N),
         in_specs=[
             of_range,
-            _of_sight(sight),
+            _of_mask(mask),
             group_queries,
             keys,
             keys,
@@ -500,7 +500,7 @@ def backward(
         out_specs=[keys, keys],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
     )
-    dk, dv = call(of_keys, sight, q, k, v, do, sums, expected)
+    dk, dv = call(of_keys, mask, q, k, v, do, sums, expected)
     return dq, dk, dv
 
 
