@@ -45,12 +45,12 @@ def host_memory() -> tuple[int, int]:
 
 
 GPU_SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-"""Which share of each GPU JAX takes; JAX calls the first deprecated, and refuses both at once."""
+"""Which share of each GPU JAX takes; JAX calls the first deprecated, and refuses both together."""
 USUAL_GPU_SHARE = 0.75
 """What JAX takes if neither is set."""
 LARGE_GPU_SHARE = 0.95
-"""What a run can be given that has the card to itself: the rest is for CUDA, its libraries, and the
-buffers of NCCL. Plans count on it, unless the environment says another share."""
+"""The share for a run that has the card to itself: the rest is for CUDA, its libraries, and the
+buffers of NCCL. Plans count on it, unless the environment sets another share."""
 NEARLY_ALL = 0.9
 """Share from which on there is little more to give to JAX."""
 
@@ -60,7 +60,7 @@ class GpuMemory:
     """How much of each GPU's memory JAX gives to a process with this environment, and when."""
 
     variable: str  # by which another share is asked for
-    told: float | None = None  # the share that the environment says; None: it says none
+    told: float | None = None  # the share that the environment sets; None: it sets none
     pooled: bool = True  # False: XLA_PYTHON_CLIENT_ALLOCATOR=platform, for which no share counts
     preallocated: bool = True  # False: the share is taken as it is needed
     problem: str = ""  # what is wrong with the variables, and what to do; told is None then
@@ -92,7 +92,7 @@ def gpu_memory() -> GpuMemory:
         told = 0.0
     if told is None or 0 < told <= 1:
         return replace(memory, told=told)
-    problem = f"{variable}={text} is no share of a card's memory: give one such as 0.95."
+    problem = f"{variable}={text} is not a share of a card's memory: give one such as 0.95."
     return replace(memory, problem=problem)
 
 
@@ -128,7 +128,7 @@ def has_tpu() -> bool:
 
 
 def has_nvidia() -> bool:
-    """Return whether NVIDIA's driver is there, so that JAX's CUDA plugin can be of use."""
+    """Return whether NVIDIA's driver is installed; without it JAX's CUDA plugin is of no use."""
     return any((Path("/dev") / name).exists() for name in NVIDIA_FILES)
 
 
@@ -153,7 +153,7 @@ def card_out_of_reach(plugins: Sequence[str]) -> tuple[str, str] | None:
     files = ", ".join(f"/dev/{name}" for name in NVIDIA_FILES)
     return (
         f"{' and '.join(of_cuda)} is installed, and NVIDIA's driver is not here (none of {files}), "
-        "so JAX leaves the plugin out and computes on the CPU",
+        "so JAX does not use the plugin and computes on the CPU",
         "install the driver, or start the container with its cards (docker run --gpus all); "
-        "JAX_PLATFORMS=cpu says that the CPU is meant, JAX_PLATFORMS=cuda ends the run here",
+        "JAX_PLATFORMS=cpu chooses the CPU, JAX_PLATFORMS=cuda ends the run with an error",
     )

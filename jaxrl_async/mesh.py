@@ -58,7 +58,7 @@ IN_SLICE_RULES: dict[str, str | tuple[str, ...] | None] = {
     name: tuple(a for a in axes if a != "data") if isinstance(axes, tuple) else axes
     for name, axes in TRAINER_RULES.items()
 }
-"""The trainer's rules where each part of the axis data computes by itself (`by_slice`)."""
+"""The trainer's rules where each part of the axis data computes separately (`by_slice`)."""
 
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
@@ -74,11 +74,11 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 def skip_absent_accelerators() -> None:
     """Keep JAX from starting libtpu, which logs many errors, and the CUDA plugin, which logs its
-    own failure, on a host without any accelerator: either may be there for its compiler alone.
+    own failure, on a host without any accelerator: either may be installed only for its compiler.
 
     Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
-    are plugins of others. Who installed the CUDA plugin may have wanted a card: the log says once
-    that the process goes to the CPU, and what to do.
+    are plugins of others. A user of the CUDA plugin may have wanted a card: the log says once
+    that the process uses the CPU, and what to do.
     """
     plugins = jax_plugins()
     others = any(not name.startswith(CUDA_PLUGIN) for name in plugins)

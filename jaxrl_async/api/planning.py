@@ -1,7 +1,6 @@
 """Plan a run from Python: what `jaxrl-async plan` prints and writes, as an object.
 
-The compilers for TPUs and for NVIDIA cards need a process of their own, whatever this one does with
-JAX.
+The compilers for TPUs and for NVIDIA cards run in a separate process, however this one uses JAX.
 """
 
 import json

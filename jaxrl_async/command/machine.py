@@ -55,8 +55,8 @@ class Devices:
     platform: str
     kind: str
     count: int
-    memory: int | None  # bytes of one; None: not told (a CPU)
-    capability: str | None = None  # of an NVIDIA card, such as "9.0"; None: there is none
+    memory: int | None  # bytes of one; None: not reported (a CPU)
+    capability: str | None = None  # of an NVIDIA card, such as "9.0"; None: another device
 
 
 # ---- packages

@@ -209,7 +209,7 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         kept = max(trainer / mesh.trainer.num_devices, sampler / mesh.sampler.num_devices)
         yield Finding(
             "warning",
-            f"memory of a device: {gib(kept)} at least, and JAX does not say what there is",
+            f"memory of a device: {gib(kept)} at least, and JAX does not report the limit",
             "look at the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` knows what "
             "a run needs",
         )

@@ -1,4 +1,4 @@
-"""What differs between settings that an earlier run has written and those of now. Needs no JAX."""
+"""What differs between an earlier run's settings and the current ones. Needs no JAX."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from jaxrl_async.config.section import as_called_now
 
 
 class Change(NamedTuple):
-    """A setting that differs; None: it is not there."""
+    """A setting that differs; None: absent."""
 
     name: str  # dotted
     before: Any
@@ -21,8 +21,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     """Yield what differs between two tables of settings by dotted names, as YAML or JSON gives
     them.
 
-    `before` may be of an older version: what it had not is taken at its default, and what is called
-    otherwise now by its name of now.
+    `before` may be of an older version: settings that it lacks are taken at their defaults, and
+    renamed ones by their current names.
     """
     defaults = flattened(json.loads(Config().model_dump_json()))
     for name in sorted(before.keys() | now.keys()):

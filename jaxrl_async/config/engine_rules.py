@@ -33,7 +33,7 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
     engine, where = config.sampler.engine, config.mesh.samplers_in
     if engine == "jetstream" and where != "threads":
         yield (
-            f"sampler.engine=jetstream draws in threads of this process, and mesh.samplers_in="
+            f"sampler.engine=jetstream samples in threads of this process, and mesh.samplers_in="
             f"{where}. Set mesh.samplers_in=threads."
         )
     if engine == "vllm" and where != "elsewhere":
@@ -104,7 +104,7 @@ def an_engines_tokens_are_corrected(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
-    """Refuse what JetStream's interface has no words for: it takes prompts, and gives tokens."""
+    """Refuse what JetStream's interface cannot express: it takes prompts, and gives tokens."""
     sampler, algorithm = config.sampler, config.algorithm
     if sampler.engine != "jetstream":
         return
@@ -117,20 +117,20 @@ def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
     if algorithm.correction is not None and name_of(each_of(algorithm.correction)[0]) != "none":
         yield (
             "algorithm.correction needs the log-probs of the engine, "
-            f"{why} returns tokens alone. The trainer's own log-probs stand in for them, so that "
+            f"{why} returns only tokens. The trainer's own log-probs are used in their place, so "
             "each token has an importance weight of 1. Set correction=null."
         )
     if config.staleness.adapt == "ess":
         yield (
             "staleness.adapt=ess needs importance weights, and so the log-probs of the engine, "
-            f"{why} returns tokens alone. Set adapt=none."
+            f"{why} returns only tokens. Set adapt=none."
         )
     same = config.eval.temperature == sampler.temperature and not sampler.truncates
     if config.eval.every and not same:
         yield (
-            f"eval.temperature ({config.eval.temperature:g}) is another sampling than that of "
-            "training (sampler.temperature, top_k, top_p, min_p), and an engine of JetStream's "
-            "interface draws all requests in one way. Set eval.temperature to "
+            f"eval.temperature ({config.eval.temperature:g}) samples differently from training "
+            "(sampler.temperature, top_k, top_p, min_p), and an engine of JetStream's "
+            "interface samples all requests in the same way. Set eval.temperature to "
             "sampler.temperature without top_k, top_p and min_p, or eval.every=0."
         )
     if config.run.replay_schedule is not None:

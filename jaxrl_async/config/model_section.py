@@ -11,7 +11,7 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 NumberType = Literal["float32", "bfloat16"]
 AMPERE = 8
 """The first compute capability of NVIDIA that multiplies in bfloat16, and for which XLA has Triton,
-in which kernels of our own are written."""
+which our own kernels use."""
 FamilyName = Literal[
     "llama",
     "qwen2",
@@ -100,8 +100,8 @@ class ModelSection(Section):
     model.architecture, or the weights of model.path; null: a family's."""
     dtype: NumberType | None = None
     """Data type of the trainer's and the sampler's computations; null: bfloat16 on TPUs and on GPUs
-    that multiply in it (NVIDIA's from Ampere on), float32 on others and on CPUs. A run that is
-    resumed keeps what it had."""
+    that multiply in it (NVIDIA's from Ampere on), float32 on others and on CPUs. A resumed run
+    keeps its type."""
     param_dtype: NumberType = "float32"
     """Data type of the trainer's weights and gradients; trainer.rounding says what becomes of
     updates below bfloat16's resolution."""
@@ -116,7 +116,7 @@ class ModelSection(Section):
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
     """The trainer's attention: plain JAX (reference, all scores of a row in memory), TPU's splash,
     NVIDIA's cuDNN (Hopper and later, bfloat16, heads of 128 at most, of 256 on Hopper, no caps, no
-    sinks) or kernels of our own for any model on NVIDIA (flash); auto: by platform and model."""
+    sinks) or our own kernels for any model on NVIDIA (flash); auto: by platform and model."""
 
     @property
     def computes_in(self) -> NumberType:
@@ -130,8 +130,8 @@ def dtype_on(platform: str, capability: str | None = None) -> NumberType:
 
     Args:
         platform: as JAX calls it: cpu, gpu, cuda, rocm, tpu.
-        capability: NVIDIA's compute capability, such as "9.0"; None, or another text: there is
-            none.
+        capability: NVIDIA's compute capability, such as "9.0"; None, or another text: not an
+            NVIDIA card.
 
     >>> dtype_on("tpu"), dtype_on("cuda", "7.5"), dtype_on("gpu", "8.9")
     ('bfloat16', 'float32', 'bfloat16')

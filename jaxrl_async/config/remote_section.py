@@ -40,7 +40,7 @@ class RemoteSection(Section):
     on."""
     transfer_timeout_s: float = Field(300.0, gt=0)
     """Longest time for one transfer of the weights to one sampler, seconds; then it begins
-    anew. Weights that come from device to device have half of it, and TCP the rest."""
+    again. A transfer from device to device has half of it, and TCP the rest."""
     max_message_mib: Positive = 256
     """Largest message that is accepted from another process, MiB."""
     tls_certificate: str | None = None

@@ -505,8 +505,8 @@ def traced_steps_are_made(config: Config) -> Iterator[str]:
         )
     if len(steps) > most:
         yield (
-            f"run.profile names {len(steps)} steps, and {most} are the most: a trace has tens to "
-            "hundreds of MB on an accelerator. Name fewer."
+            f"run.profile names {len(steps)} steps, and at most {most} are allowed: a trace has "
+            "tens to hundreds of MB on an accelerator. Name fewer."
         )
 
 

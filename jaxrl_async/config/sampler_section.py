@@ -12,7 +12,7 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section, as
 
 class SamplerSection(Section):
     engine: Literal["native", "jetstream", "vllm"] = "native"
-    """What draws tokens: the sampler of this package, an engine of JetStream's interface
+    """What samples tokens: the sampler of this package, an engine of JetStream's interface
     (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
     mesh.samplers_in=elsewhere."""
     engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")

@@ -92,7 +92,7 @@ RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 LONGEST_SHARED_ROW = 8192
-"""Longest row, tokens, that trainer.share_prefixes makes of its own accord: on a TPU
+"""Longest row, tokens, that trainer.share_prefixes makes by default: on a TPU
 attention reads a mask of each pair of a row's tokens, about 1 GB of it at this length."""
 CHEAP_SHARED_ROW = 2048
 """Length up to which it does so whatever the contexts' length; beyond, a row holds two of the

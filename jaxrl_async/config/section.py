@@ -13,11 +13,11 @@ Count = Annotated[int, Field(ge=1, le=65_536)]
 """Number of things that are made one by one."""
 
 FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"sampler.engine": {"ours": "native"}}
-"""By setting: values that older versions wrote, and what each is called now."""
+"""By setting: values that older versions wrote, and the current name of each."""
 
 
 def as_called_now(setting: str, value: Any) -> Any:
-    """Return a setting's value, one that an older version wrote by its name of now."""
+    """Return a setting's value; one that an older version wrote by its current name."""
     return FORMER_VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value
 
 

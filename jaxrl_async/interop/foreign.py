@@ -3,7 +3,7 @@
     submit ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
 The engine has the contract of google-jetstream 0.2.2: prefill returns the prefix, and every token
-comes out of `generate`; a place for a token that is not valid ends the answer, as it does for
+is a result of `generate`; a place for a token that is not valid ends the answer, as it does for
 JetStream's own orchestrator (token_utils.process_result_tokens). It gives no log-probs: completions
 carry NaN, and the trainer computes them itself (its metrics then say for how many tokens). A
 ForeignSampler is a ports.Replica, so several may stand behind a router.
@@ -58,7 +58,7 @@ class _Running:
     waiter: Waiter
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    ended: bool = False  # by the engine, which draws nothing more for it
+    ended: bool = False  # by the engine, which samples nothing more for it
     first_at: float | None = None  # when its first token was here
 
     @property
@@ -106,7 +106,7 @@ class ForeignSampler(Living):
             weights: Where new weights come from.
             version: Of the first weights.
             to_params: Converts what the weight source gives to what the engine takes.
-            sampling: By which the engine draws all requests; None: nobody knows.
+            sampling: By which the engine samples all requests; None: unknown.
             device_lock: Held while the engine computes, where it shares devices.
             name: Of the thread.
         """
@@ -258,9 +258,9 @@ class ForeignSampler(Living):
         return checked
 
     def _not_served(self, request: Request) -> str | None:
-        """Return what a request asks for that the interface has no words for; None: nothing."""
+        """Return what a request asks for that the interface cannot express; None: nothing."""
         if self._sampling is not None and request.sampling != self._sampling:
-            return f"sampling is {request.sampling}, and the engine draws by {self._sampling}"
+            return f"sampling is {request.sampling}, and the engine samples by {self._sampling}"
         asked = {
             f"adapter is {request.adapter!r}": bool(request.adapter),
             "forced_length is set": request.forced_length is not None,
@@ -306,7 +306,7 @@ class ForeignLoop:
         warns: bool = True,
     ) -> None:
         """Begin with these weights; to_params and device_lock: see ForeignSampler. warns: of a
-        request that asks for another sampling than the default."""
+        request that asks for sampling other than the default."""
         self._device_lock = device_lock
         self._engine, self._lifetime, self._source = engine, lifetime, source
         self._to_params, self.drawn_from = to_params, weights
@@ -325,7 +325,7 @@ class ForeignLoop:
         consumes      requests, weights
         waits for     lifetime.wake, only when idle
         produces      completions into the waiters' futures
-        on failure    a prompt that the engine cannot prefill, or draws nothing for, fails alone;
+        on failure    a prompt that the engine cannot prefill, or samples nothing for, fails alone;
                       any other exception fails all requests, and `ForeignSampler.error` keeps it
         """
         began = time.perf_counter()
@@ -426,7 +426,7 @@ class ForeignLoop:
         resolve([(running.waiter, error)])
 
     def _generated(self) -> Any:
-        """Draw the next tokens of every slot; return JetStream's ResultTokens on the host."""
+        """Sample the next tokens of every slot; return JetStream's ResultTokens on the host."""
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
         return result.convert_to_numpy()
 
@@ -469,7 +469,7 @@ class ForeignLoop:
         return len(running.tokens) - before
 
     def _warn_of_early_ends(self, done: Sequence[_Running]) -> None:
-        """Warn once of an answer that the engine ended by itself."""
+        """Warn once of an answer that the engine ended without a reason known here."""
         early = next((r for r in done if r.ended and not r.stopped), None)
         if self._told_of_ends or early is None:
             return
@@ -497,9 +497,9 @@ class ForeignLoop:
 
 def _drew_nothing(request: Request) -> RolloutError:
     return RolloutError(
-        f"request {request.request_id!r}: the engine drew no token after a prompt of "
+        f"request {request.request_id!r}: the engine sampled no token after a prompt of "
         f"{len(request.token_ids)}: the first in ResultTokens.valid is 0, which ends an answer. An "
-        "engine that draws later must have `generate` wait for it; one whose slots are full must "
+        "engine that samples later must have `generate` wait for it; one whose slots are full must "
         "have a smaller max_prefill_length."
     )
 

@@ -1,5 +1,5 @@
 """Requests of the RL sampler protocol (rl_sampler.py) as requests of ours. What a request asks for
-is served or refused by name; nothing is left out in silence. Pure."""
+is served or refused by name; nothing is ignored silently. Pure."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -22,8 +22,8 @@ SERVED = (
     "return_logprobs", "logprobs", "return_routed_experts", "routed_experts_prompt_start",
 )  # fmt: skip
 WITHOUT_EFFECT = ("detokenize", "output_kind", "route_key")
-"""Of a text, a stream, and a choice among samplers, which change no token: always there, never, and
-there is one."""
+"""Parameters that change no token: the answer's text (always given), streaming (never done) and the
+choice of a sampler (there is one)."""
 
 AGAIN = "send the request as often as you want answers: each samples other tokens"
 ANOTHER_DISTRIBUTION = (
@@ -56,11 +56,11 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), BY_IDS),
     "skip_special_tokens": ((True,), FROM_IDS),
     "spaces_between_special_tokens": ((True,), FROM_IDS),
-    "return_logits": ((False,), "return_logprobs gives the drawn tokens' log-probs: leave it out"),
-    "prompt_logprobs": ((False,), "only drawn tokens have log-probs here: leave it out"),
+    "return_logits": ((False,), "return_logprobs gives log-probs of sampled tokens: leave it out"),
+    "prompt_logprobs": ((False,), "only sampled tokens have log-probs here: leave it out"),
     "truncate_prompt_tokens": ((-1,), "nothing is cut: shorten the prompt"),
 }
-"""What this sampler has nothing for: the values that ask for nothing, and what to do instead."""
+"""What this sampler does not support: the values that change nothing, and what to do instead."""
 KNOWN = frozenset((*SERVED, *WITHOUT_EFFECT, *NOT_SERVED))
 OF_A_REQUEST = ("prompt", "request_id", "sampling_params", "metadata")
 """What a request itself may have; the last is the caller's own."""
@@ -101,9 +101,9 @@ def asked_of(
     """Return what a request asks for.
 
     Args:
-        given: a text, token ids, or a record or mapping with `prompt` and, at choice, `request_id`
+        given: a text, token ids, or a record or mapping with `prompt` and, optionally, `request_id`
             and `sampling_params`.
-        usual: sampling parameters of what it does not say.
+        usual: sampling parameters that it does not set.
         number: makes its id unique here.
         tokenizer: of data.tokenizer.
         usual_length: most tokens of an answer without max_tokens.
@@ -126,7 +126,7 @@ def asked_of(
     wants_experts = bool(wishes.get("return_routed_experts", False))
     if wants_experts and not tells_experts:
         raise RolloutError(
-            "return_routed_experts: this sampler was made without. Make it with "
+            "return_routed_experts: this sampler does not keep them. Make it with "
             "RLSampler(..., settings=SamplerSettings(keep_routing=True))."
         )
     top_k, logprobs = wishes.get("top_k", 0), wishes.get("logprobs", False)
@@ -138,11 +138,11 @@ def asked_of(
         )
     if not (isinstance(logprobs, bool) or (_is_whole(logprobs) and 0 <= logprobs <= 1)):
         raise RolloutError(
-            f"logprobs is {logprobs!r}, and responses have those of the drawn tokens alone: give "
-            "1, or return_logprobs."
+            f"logprobs is {logprobs!r}, and responses have only the log-probs of sampled tokens: "
+            "give 1, or return_logprobs."
         )
     request = Request(
-        request_id=f"{name}#{number}",  # unique here, whatever the caller says
+        request_id=f"{name}#{number}",  # unique here, for any name that the caller gave
         token_ids=ids,
         max_new_tokens=wishes.get("max_tokens", usual_length),
         sampling=SamplingParams(
@@ -198,7 +198,7 @@ def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
 
 
 def _check_request(given: Any) -> None:
-    """Raise RolloutError for what a request asks for beside its prompt and its parameters."""
+    """Raise RolloutError for what a request asks for in addition to its prompt and parameters."""
     said = _fields(given, OF_A_REQUEST)
     beside = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
     if misplaced := [key for key in beside if key in KNOWN]:
@@ -206,7 +206,7 @@ def _check_request(given: Any) -> None:
     for key, value in beside.items():
         if value is not None and value is not False:
             raise RolloutError(
-                f"{key} is {value!r:.80}, and this sampler knows no such field of a request: leave "
+                f"{key} is {value!r:.80}, and this sampler has no such field of a request: leave "
                 f"it out. Requests have {', '.join(OF_A_REQUEST)}."
             )
 
@@ -218,14 +218,14 @@ def _default(field: Any) -> Any:
 
 
 def _check_served(wishes: Mapping[str, Any]) -> None:
-    """Raise RolloutError for a parameter that this sampler has nothing for."""
+    """Raise RolloutError for a parameter that this sampler does not support."""
     for key, value in wishes.items():
         neutral, instead = NOT_SERVED.get(key, ((), ""))
         if instead and not any(_same(value, none) for none in neutral):
             raise RolloutError(f"{key} is {value!r:.80}, which is not served: {instead}.")
         if key not in KNOWN and value is not False:
             raise RolloutError(
-                f"{key} is {value!r:.80}, and this sampler knows no such parameter: leave it out. "
+                f"{key} is {value!r:.80}, and this sampler has no such parameter: leave it out. "
                 f"Served are {', '.join(SERVED)}."
             )
 

@@ -1,10 +1,10 @@
 """Our sampler behind the protocol of RL samplers, which Tunix defines (`Sampler` of its
-experimental/rollout/sampler.py) and tpu-inference's RLVllmSampler keeps: whoever drives those
-drives this one. Neither package is needed.
+experimental/rollout/sampler.py) and tpu-inference's RLVllmSampler implements: a trainer that
+drives those drives this one. Neither package is needed.
 
     sample(requests) ──> Sampler ──> responses: token ids, log-probs, the version of each token
     pre_weight_sync ── takes no more requests
-        weight_sync ── the new weights, of the request's `weights`, beside those in use
+        weight_sync ── the new weights, of the request's `weights`, next to those in use
             post_weight_sync ── in use from here on ──> takes requests again
             abort_weight_sync ── dropped: the old ones stay
 
@@ -90,7 +90,7 @@ class HandedWeights:
         self._wake = wake
 
     def leave(self) -> None:
-        """Do nothing: whoever hands over waits for a limited time."""
+        """Do nothing: the side that hands over waits for a limited time."""
 
     def rejoin(self) -> "HandedWeights":
         """Return this source."""
@@ -128,7 +128,7 @@ class RLSampler:
         self._takes, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
         self._takes.set()
 
-    # ---- its life
+    # ---- lifecycle
 
     def initialize(self) -> None:
         """Make the sampler. Idempotent. Raises ConfigError."""
@@ -149,7 +149,7 @@ class RLSampler:
             await asyncio.to_thread(sampler.close)
 
     async def pause(self, **_: Any) -> None:
-        """Take no more requests; those that run go on. Idempotent."""
+        """Take no more requests; running ones continue. Idempotent."""
         self._takes.clear()
 
     async def resume(self, **_: Any) -> None:
@@ -176,15 +176,15 @@ class RLSampler:
 
         Args:
             sampling_requests: one or several, each a text, token ids, or a request with `prompt`
-                and, at choice, `request_id` and `sampling_params`: max_tokens (without it,
-                sampler.max_new_tokens), temperature, top_k, top_p, min_p, stop_token_ids (beside
-                the tokenizer's, or with ignore_eos instead of them), seed (the same prompt, seed
+                and, optionally, `request_id` and `sampling_params`: max_tokens (without it,
+                sampler.max_new_tokens), temperature, top_k, top_p, min_p, stop_token_ids (added
+                to the tokenizer's, or with ignore_eos instead of them), seed (the same prompt, seed
                 and weights give the same tokens), return_logprobs, return_routed_experts,
                 routed_experts_prompt_start. Others are refused (rl_requests.NOT_SERVED).
-            usual: sampling parameters for what requests do not say.
+            usual: sampling parameters that requests do not set.
 
         Returns one response each, in their order: request_id, text, prompt_token_ids, token_ids
-        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the distribution drawn from
+        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the sampled distribution
         (None if not asked for), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
         layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
         """
@@ -263,19 +263,19 @@ class RLSampler:
     async def pre_weight_sync(
         self, sync_request: Any = None, free_kv_cache: bool = True, **_: Any
     ) -> bool:
-        """Take no more requests. The KV cache is kept: whose weights it is of is known, and
-        sampler.on_new_weights says what becomes of running requests."""
+        """Take no more requests. The KV cache is kept: its weights' version is known, and
+        sampler.on_new_weights says what happens to running requests."""
         self._note(sync_request, IN_PROGRESS)
         await self.pause()
         return True
 
     async def weight_sync(self, sync_request: Any = None, **_: Any) -> int:
-        """Put new weights beside those in use; return their version.
+        """Put new weights next to those in use; return their version.
 
         sync_request: has `weights`, a tree like get_target_state, and `policy_version`, above all
             before (default: one more).
 
-        Raises WeightsError: they are no such tree, or of no newer version.
+        Raises WeightsError: they are not such a tree, or not newer.
         """
         version = int(value_of(sync_request, "policy_version") or self._version + 1)
         if version <= self._version:
@@ -293,10 +293,10 @@ class RLSampler:
 
     async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
         """Bring the new weights into use, and take requests again. Raises WeightsError if that
-        takes longer than LIVE_S, or if there are none."""
+        takes longer than LIVE_S, or without new weights."""
         staged, self._staged = self._staged, None
         if staged is None:
-            raise WeightsError("there are no new weights: call weight_sync before.")
+            raise WeightsError("there are no new weights: call weight_sync first.")
         await self.start()
         self._weights.hand_over(staged)
         if not await asyncio.to_thread(self._weights.wait_live, staged.version, LIVE_S):
@@ -362,7 +362,7 @@ def _failed(name: str, error: Exception) -> SimpleNamespace:
 def _differs(given: Any, wanted: Any) -> str | None:
     """Return how a tree of arrays differs from what is wanted; None: it does not."""
     if jax.tree.structure(given) != jax.tree.structure(wanted):  # type: ignore[operator]
-        return "they are no tree like get_target_state()"
+        return "they are not a tree like get_target_state()"
     for (path, w), x in zip(
         jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(given), strict=True
     ):

@@ -1,10 +1,10 @@
 """Kubernetes manifests from a run's values: a JobSet of the trainer, and one of each sampler.
 
     NAME             one pod for each host; the first one listens for samplers at a fixed DNS name
-    NAME-sampler-I   one slice, a JAX world of its own, that joins the trainer
+    NAME-sampler-I   one slice, a separate JAX world, that joins the trainer
 
-A JobSet's number of Jobs cannot be changed, and its queue admits it as a whole: samplers that come,
-go and are preempted one by one are JobSets of their own.
+A JobSet's number of Jobs cannot be changed, and its queue admits it as a whole: samplers come,
+go and are preempted one by one, so each is a separate JobSet.
 
 What restarts what, by what fails:
 
@@ -53,7 +53,7 @@ START_S, HANG_S = 1800, 300
 """Longest time until a pod answers first, and without an answer after that, seconds."""
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SAMPLER_CACHE = f"{RUNS_FOLDER}/.jax_cache_of_samplers"
-"""Compiled programs of all samplers. A trainer has those of its own beside the runs."""
+"""Compiled programs of all samplers. A trainer keeps its programs next to the runs."""
 KEPT_S = 600
 """Seconds for which a sampler's JobSet that has ended is kept."""
 SPOT, FLEX, QUEUED = (f"cloud.google.com/gke-{kind}" for kind in ("spot", "flex-start", "queued"))
@@ -223,7 +223,7 @@ def sampler_set(values: Values, config: Config, index: int) -> dict[str, Any]:
 
 
 def _without_trainer() -> dict[str, Any]:
-    """Return what a sampler's Job does when no trainer has answered: it fails, and gives back its
+    """Return what a sampler's Job does when no trainer has answered: it fails, and releases its
     nodes."""
     codes = {"containerName": CONTAINER, "operator": "In", "values": [NO_TRAINER_CODE]}
     return {"action": "FailJob", "onExitCodes": codes}
@@ -425,7 +425,7 @@ def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
 
 
 def _sampler_environment(values: Values, role: Role, index: int) -> Iterator[dict[str, Any]]:
-    """Yield the same for a sampler, and where the compiled programs of all samplers lie.
+    """Yield the same for a sampler, and where the compiled programs of all samplers are.
 
     GKE may take Jobs on TPUs for slices of one world (MEGASCALE_*); these are not.
     """

@@ -6,7 +6,7 @@
 It looks every LOOK_S until the trainer's JobSet has ended, between samplers.least and samplers.most
 of the values, by the rules of launch/demand.py, which also hold on Ray. A sampler that is removed
 hands its requests back first. It needs kubectl with the rights to read services, and to make and
-remove JobSets, and may be ended and started again at any time.
+remove JobSets, and may be stopped and started again at any time.
 """
 
 import json
@@ -59,8 +59,8 @@ def run_kubectl(arguments: Sequence[str], text: str = "") -> str:
 
 
 def step_of(text: str) -> tuple[int, dict[str, float]] | None:
-    """Return the newest step in what the metrics port serves, and what of it counts; None: there is
-    none yet, or samplers were not measured."""
+    """Return the newest step that the metrics port serves, and its values of NEEDED; None: no step
+    has ended yet, or samplers were not measured."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         name, brace, rest = line.partition("{")
@@ -81,7 +81,7 @@ class Scaler:
     config: Config
     kubectl: Kubectl = run_kubectl
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    changed_at: int = 0  # step of the last change: what was measured before it counts no more
+    changed_at: int = 0  # step of the last change: earlier measurements no longer count
 
     def look(self) -> str | None:
         """Look once, and change the number of samplers by what was seen; return what was done, in
@@ -103,7 +103,7 @@ class Scaler:
             del self.steps[old]
         living = int(measured["sampler/living"])
         if living != len(there):
-            return f"{living} of {len(there)} samplers draw"
+            return f"{living} of {len(there)} samplers are sampling"
         counted = [step for n, step in sorted(self.steps.items()) if n > self.changed_at]
         if not (seen := measured_steps(counted, living)):
             return f"{living} samplers: too few steps are measured"

@@ -110,8 +110,8 @@ class Tpu(Section):
 
     @property
     def host_requests(self) -> dict[str, str]:
-        """What a pod requests of its host beside the chips: of the processors half, and of the
-        memory REQUESTED_MEMORY; the rest is for the node's own pods and side cars."""
+        """What a pod requests of its host in addition to the chips: half of the processors, and
+        REQUESTED_MEMORY of the memory; the rest is for the node's own pods and side cars."""
         cpus, memory_gb = GENERATIONS[self.generation].hosts[self.host_chips]
         return {"cpu": str(cpus // 2), "memory": f"{int(memory_gb * REQUESTED_MEMORY)}G"}
 

@@ -95,14 +95,14 @@ class Role(Section):
 
 class SamplerRole(Role):
     replicas: Count = 1
-    """Number of samplers: slices, each a sampler, a JobSet and a workload of the queue of its
-    own."""
+    """Number of samplers: each has a separate slice and JobSet, and is a workload of the
+    queue."""
     least: Count = 1
     """Fewest samplers that launch/gke_scale.py keeps."""
     most: Count | None = None
     """Most samplers that launch/gke_scale.py makes; null: replicas."""
     queue: str | None = Field(None, pattern=NAME)
-    """Kueue LocalQueue of the samplers; null: that of the trainer."""
+    """Kueue LocalQueue of the samplers; null: the trainer's."""
     wait_s: Positive = 3600
     """Longest time for which a sampler waits for its trainer, seconds; then its nodes are given
     back."""
@@ -133,12 +133,12 @@ class Runs(Section):
     rename_dir_limit: Positive = 100_000
     """Most files of a folder that gcsfuse renames in a bucket without a hierarchical namespace."""
     sidecar_cpu: str = "0"
-    """Limit of processors for gcsfuse's side car; 0: none, which Autopilot does not allow."""
+    """Limit of processors for gcsfuse's side car; 0: no limit, which Autopilot does not allow."""
     sidecar_memory: str = "0"
-    """Limit of memory for it, such as 16Gi; 0: none."""
+    """Limit of memory for it, such as 16Gi; 0: no limit."""
     sidecar_storage: str = "0"
     """Limit of the node's storage for it, where a file lies until it is uploaded: more than a
-    host's largest file of a checkpoint; 0: none."""
+    host's largest file of a checkpoint; 0: no limit."""
     claim: str | None = Field(None, pattern=NAME)
     """PersistentVolumeClaim to which several nodes can write (ReadWriteMany)."""
     create_gib: Positive | None = None
@@ -235,7 +235,7 @@ class Values(Section):
             if (over := len(longest) - MOST_LETTERS) > 0:
                 raise ValueError(
                     f"name is too long, by {over}: the pods of its samplers would have names "
-                    f"of more than {MOST_LETTERS}, which Kubernetes does not take. Shorten it."
+                    f"of more than {MOST_LETTERS}, which Kubernetes does not accept. Shorten it."
                 )
         queued = [role for role in self.roles if role.capacity == "queued"]
         if any(self.queue_of(role) is None for role in queued):

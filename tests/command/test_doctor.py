@@ -230,7 +230,7 @@ def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
         ("XLA_CLIENT_MEM_FRACTION", "0.5", "ok", r"JAX takes 50% .*\(XLA_CLIENT_MEM_FRACTION,"),
         ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", "ok", "JAX takes 75% of each GPU as it is need"),
         ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "ok", "as it is needed, without a limit of it"),
-        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "2", "warning", "=2 is no share of a card's memory"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "2", "warning", "=2 is not a share of a card's memory"),
     ],
 )
 def test_doctor_reads_the_variables_of_a_gpus_memory(monkeypatch, name, text, level, said):
@@ -240,7 +240,7 @@ def test_doctor_reads_the_variables_of_a_gpus_memory(monkeypatch, name, text, le
     assert share.level == level and re.search(said, share.what)
     config = load("recipe:addition", ["sampler.slots=2"])
     (memory,) = (f for f in needs.needs_findings(config, devices) if "memory" in f.what)
-    assert memory.level == "warning" and "JAX does not say" in memory.what
+    assert memory.level == "warning" and "JAX does not report" in memory.what
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_the_first_token_that_is_not_valid_ends_an_answer_as_jetstream_reads_it(
     drawn = {i: f.token_ids.tolist() for i, f in zip(script, found, strict=True) if i in wanted}
     assert drawn == wanted
     assert [found[i].stop for i in (0, 1, 3)] == [StopReason.LENGTH] * 2 + [StopReason.EOS]
-    assert isinstance(found[2], RolloutError) and "drew no token" in str(found[2])
+    assert isinstance(found[2], RolloutError) and "sampled no token" in str(found[2])
     assert (stats.requests_done, stats.failed, stats.truncated) == (3, 1, 2)
     assert caplog.text.count("the engine ended the answer after 3 of 8 tokens") == 1
     assert caplog.text.count("ended the answer after") == 1

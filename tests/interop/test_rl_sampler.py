@@ -192,8 +192,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(drive) -> None:
     async def story(sampler: RLSampler):
         wrong = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
         for weights, version, says in (
-            (None, 1, "no tree like get_target_state"),
-            ({"embed": params["embed"]}, 1, "no tree like get_target_state"),
+            (None, 1, "not a tree like get_target_state"),
+            ({"embed": params["embed"]}, 1, "not a tree like get_target_state"),
             (wrong, 1, "bfloat16"),
             (params, -1, "do not follow version 0"),
         ):
@@ -315,7 +315,7 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
         ({"logprobs": 5}, "logprobs is 5"),
         ({"return_logits": True}, "return_logits is True"),
         ({"beam_size": 4}, "beam_size is 4"),
-        ({"temprature": 0.5}, "temprature is 0.5, and this sampler knows no such parameter"),
+        ({"temprature": 0.5}, "temprature is 0.5, and this sampler has no such parameter"),
         ({"max_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ({"max_tokens": 0}, "max_new_tokens must be a whole number from 1"),
         ({"temperature": "hot"}, "sampling.temperature must be a finite number"),
@@ -323,9 +323,9 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
         ({"min_p": 1.0}, "sampling.min_p must be at least 0 and below 1"),
         ({"seed": "x"}, "seed must be a whole number"),
         ({"routed_experts_prompt_start": 3}, "from 0 to 2, the prompt's length"),
-        (NewerParams(contrast=0.7), "contrast is 0.7, and this sampler knows no such"),
+        (NewerParams(contrast=0.7), "contrast is 0.7, and this sampler has no such"),
         (NewerParams(contrast=np.array([0.5, 0.7])), "contrast is array([0.5, 0.7])"),
-        (SimpleNamespace(max_tokens=3, typical_p=0.5), "typical_p is 0.5, and this sampler knows"),
+        (SimpleNamespace(max_tokens=3, typical_p=0.5), "typical_p is 0.5, and this sampler has"),
         ("hot", "'hot', neither a record of sampling parameters nor a mapping"),
     ],
 )

@@ -104,7 +104,7 @@ def test_programs_have_the_share_of_a_card_that_jax_would_take(monkeypatch):
 @pytest.mark.parametrize("text", ["all", "0", "1.5", "-1", "nan"])
 def test_a_share_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
-    with pytest.raises(ConfigError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is no share"):
+    with pytest.raises(ConfigError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is not a share"):
         parse_slice("l4-1")
 
 

@@ -159,7 +159,7 @@ def test_what_jax_takes_of_a_gpu_is_read_in_one_place(
 @pytest.mark.parametrize("name", [PYTHON, NEWER])
 def test_a_share_that_is_none_is_told_wherever_it_is_read(name, value, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
-    told = f"{name}={value} is no share of a card's memory: give one such as 0.95."
+    told = f"{name}={value} is not a share of a card's memory: give one such as 0.95."
     assert gpu_memory().problem == told and more_of_a_gpu() == f"{told} "
     with pytest.raises(ConfigError, match=re.escape(told)):
         memory_share()

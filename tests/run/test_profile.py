@@ -100,7 +100,7 @@ def test_a_job_without_rollouts_takes_them_too(tmp_path: Path) -> None:
         ([0], "a whole number >= 1"),
         ([2, 2], "different steps up to run.steps"),
         ([4], "different steps up to run.steps (3)"),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], "names 9 steps, and 8 are the most"),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], "names 9 steps, and at most 8 are allowed"),
         (["two"], "a whole number >= 1"),
     ],
 )

@@ -28,7 +28,7 @@ ENTRY = "-cache"
 """What JAX appends to an entry's key."""
 MARK_S = 5.0
 """How much longer than an entry its mark is kept, seconds: it is written before the entry, and an
-entry that has lost its mark looks like somebody else's."""
+entry that has lost its mark looks like another user's."""
 MOST_BYTES = 8 << 30
 """Bytes of a folder that no run's folder holds, and hence nobody removes."""
 
@@ -170,7 +170,7 @@ class VerifiedPrograms(CacheInterface):
                 os.utime(self._local / name, follow_symlinks=False)
 
     def _mark(self, digest: str) -> bytes:
-        """Return the content of a mark. Raises OSError: it is not there, or somebody else wrote it
+        """Return the content of a mark. Raises OSError: it is not there, or another user wrote it
         or can change it."""
         if self._local is None:
             content: bytes = (self._path / f"{digest}{MARK}").read_bytes()
