@@ -255,7 +255,7 @@ def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
 
 def merged_parts(totals: Totals) -> Totals:
     """Combine the totals of parts of a micro-batch, [parts, ...] each, as `summarize` combines
-    those of micro-batches; inside jit."""
+    the totals of micro-batches; inside jit."""
 
     def over(combine: Any, tree: Any) -> Any:
         return jax.tree.map(lambda x: combine(x, axis=0), tree)

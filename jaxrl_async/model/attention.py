@@ -387,7 +387,7 @@ def sequence_attention(
     cpu_kernels: bool = False,
 ) -> SequenceAttention:
     """Return the attention of that name; auto chooses splash on TPU, on NVIDIA cudnn if the card,
-    type and heads allow it and else flash, the kernels of our own on CPUs, else the reference.
+    type and heads allow it and else flash, our own kernels on CPUs, else the reference.
 
     With cudnn, rows that share prefixes or are divided over the axis context take flash's kernels.
 
@@ -483,8 +483,8 @@ def obstacle(
         return None
     if gpu_packed.cudnn_attention() is None:
         return (
-            f"needs cuDNN's attention by offsets, which jax {jax.__version__} has not where this "
-            "package looks. Set model.attention=flash."
+            f"needs cuDNN's attention by offsets, which jax {jax.__version__} does not have where "
+            "this package looks. Set model.attention=flash."
         )
     if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
         return (
@@ -492,13 +492,13 @@ def obstacle(
             "model.dtype=bfloat16 or model.attention=flash."
         )
     if cap:
-        return "has no cap of scores, as this model wants. Set model.attention=flash."
+        return "has no cap of scores, which this model needs. Set model.attention=flash."
     if sinks:
-        return "has no attention sinks, as this model wants. Set model.attention=flash."
+        return "has no attention sinks, which this model needs. Set model.attention=flash."
     widest = WIDEST_CUDNN.get(capability[0], WIDEST_CUDNN_LATER)
     if head_dim > widest or head_dim % 8:
         return (
-            f"wants heads of a multiple of 8, at most {widest} on compute capability {its}, and "
+            f"needs heads of a multiple of 8, at most {widest} on compute capability {its}, and "
             f"the model's are {head_dim} wide. Set model.attention=flash."
         )
     needed, found = LEAST_CUDNN.get(capability), gpu_packed.cudnn_version()

@@ -69,8 +69,8 @@ def init_pages(
     ragged: bool = False,
     padded: bool = True,
 ) -> PagedKV:
-    """Return empty pages, those of the form `ragged` padded for the TPU's kernel or not; padded,
-    and for a model with sinks, they have a sinks_page behind them."""
+    """Return empty pages; of the form `ragged`, they may be padded for the TPU's kernel. Padded
+    pages of a model with sinks have a sinks_page behind them."""
     (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:

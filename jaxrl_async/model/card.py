@@ -15,5 +15,5 @@ def capability_of(device: Any) -> Capability | None:
 
 
 def has_triton(device: Any) -> bool:
-    """Return whether kernels of our own run on a device: an NVIDIA GPU since Ampere."""
+    """Return whether our own kernels run on a device: an NVIDIA GPU since Ampere."""
     return (capability_of(device) or (0, 0)) >= (AMPERE, 0)

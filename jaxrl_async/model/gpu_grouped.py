@@ -1,11 +1,11 @@
-"""Products by group on GPUs by kernels of our own, in Pallas' Triton; XLA multiplies each row with
+"""Products by group on GPUs by our own kernels, in Pallas' Triton; XLA multiplies each row with
 the matrices of all groups there.
 
     tiles       group 0 000|000|0..   group 1 11.   group 2 222|22.      three rows each, some short
     forward     a program has a tile of rows and a block of outputs, and goes over the inputs
-    gradient    of the matrices: a program has a block of one, and goes over its group's rows
+    gradient    of the matrices: a program has a block of a matrix, and goes over its group's rows
 
-Rows of a tile lie where they lie: its first row is the group's, so no row is copied or padded, and
+Rows of a tile are read in place: its first row is the group's, so no row is copied or padded, and
 a program masks what belongs to the next group. Each group has at most one short tile.
 
 Shapes: n rows, E groups, D inputs, F outputs.
@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 BLOCK_ROWS, BLOCK_OUTPUTS = 128, 128
 """Rows and outputs of a program: its sums are 64 KiB of registers."""
 BLOCK_BYTES = 128
-"""Of the inputs that a program multiplies at once, for each row: 64 numbers in bfloat16."""
+"""Bytes of the inputs that a program multiplies in one step, for each row: 64 bfloat16 numbers."""
 LEAST = 16
 """Shortest side of a product on tensor cores."""
 

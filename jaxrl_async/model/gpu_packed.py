@@ -3,8 +3,8 @@ a mask [T, T], and without the gradient of one. On NVIDIA's Hopper and later.
 
     segments    1 1 1 2 2 0 0 0      lengths [3, 2, 3, -1]     starts [0, 3, 5, -1, -1]
 
-JAX has it in a private function alone (`dot_product_attention` with q_offsets and kv_offsets). That
-one multiplies the offsets of the keys by the number of query heads, so keys and values are repeated
+JAX has it only in a private function (`dot_product_attention` with q_offsets and kv_offsets). It
+multiplies the offsets of the keys by the number of query heads, so keys and values are repeated
 here until they have as many. cuDNN reserves, while a layer runs, as many numbers for each of the
 most segments of a row as for a whole row: 4 bytes x heads x length, so the number is bounded
 (MOST_SEGMENTS), and rows of more take the kernels of gpu_flash.py, as a branch of the program.
@@ -125,7 +125,7 @@ def cudnn_attention() -> Any | None:
 
 
 def cudnn_version() -> tuple[int, int, int] | None:
-    """Return the version of cuDNN that is installed, (9, 12, 0); None if there is none, as where a
+    """Return the installed version of cuDNN, such as (9, 12, 0); None without cuDNN, as where a
     plan is made."""
     try:
         found = _private().check_cudnn_version()
@@ -180,7 +180,7 @@ def backward_by_cudnn(
         "sliding_window_length": window or None,
         "score_mod": None,
         "is_training": True,
-        "cudnn_version": 0,  # it is not asked for going backward
+        "cudnn_version": 0,  # not used in the backward pass
         "return_residual": False,
         "res": (q, k, v, none, *(offsets.lengths,) * 2, *(offsets.starts,) * 2, none, none,
                 *no_arrays, sums, out),
@@ -215,8 +215,9 @@ def cudnn(
     """Attend causally within contiguous segments by cuDNN, and by gpu_flash.flash where a row has
     more than MOST_SEGMENTS of them.
 
-    Differentiable: beside q, k and v the output is kept, and sums of 4 bytes x rows x MOST_SEGMENTS
-    x heads x length. Under model.remat=attention these alone are, and attention never runs again.
+    Differentiable: in addition to q, k and v it keeps the output, and sums of 4 bytes x rows x
+    MOST_SEGMENTS x heads x length. Under model.remat=attention only these are kept, and attention
+    never runs again.
 
     Args:
         q_BTHK: float16 or bfloat16; K a multiple of 8, at most what `attention.obstacle` allows.

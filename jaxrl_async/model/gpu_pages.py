@@ -1,8 +1,8 @@
 """Attention on the pages of the KV cache for NVIDIA GPUs: a Pallas kernel, compiled by Triton.
 
-Each program of the kernel has some queries of one sequence, those of a few heads that share a kv
+Each program of the kernel has some queries of one sequence, in a few heads that share a kv
 head, and walks over the keys that they see, a block at a time, with the softmax of flash attention
-(Dao et al. 2022, arXiv:2205.14135): pages are read where they lie, and a row costs its own tokens,
+(Dao et al. 2022, arXiv:2205.14135): pages are read in place, and a row costs its own tokens,
 or its window. Where programs are too few for the device, the keys of a query are divided among
 several, whose sums are put together afterwards (Dao et al. 2023, "Flash-Decoding").
 
@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_async.model.kernels import PLAIN, Scoring
 
 UNSEEN = -1e30
-"""Score of a key that must not be seen, and the largest of none: finite, so that none gives NaN."""
+"""Score of a key that must not be seen, and the maximum of no keys: finite, to avoid NaN."""
 LEAST = 16
 """Least rows and columns of a product on tensor cores."""
 LARGEST = 64
@@ -41,7 +41,7 @@ ROW_BYTES = 16 * 2**10
 KEY_BYTES = 72 * 2**10
 """Shared memory for its keys and values. A multiprocessor gives a program 99 KiB in all on an L4 or
 an RTX card, 163 on an A100 and 227 on an H100. Compiled for an L4, heads of 576 in float32 whose
-keys are values take 68 KiB with their queries, and those of 256 beside values 49."""
+keys are values take 68 KiB with their queries, and heads of 256 with separate values 49."""
 MANY_PROGRAMS = 256
 """Programs that keep a device busy: two for each of an H100's 132 multiprocessors, nearly."""
 MOST_SPLITS = 16
@@ -50,7 +50,7 @@ MOST_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What a program of the kernel computes at once; all are powers of 2 but for `heads`."""
+    """What a program of the kernel computes in one step; all are powers of 2 but for `heads`."""
 
     queries: int  # of one sequence
     heads: int  # that share a kv head
@@ -69,7 +69,7 @@ def tiles(
     most_keys: int,
     sides: int = 2,
 ) -> Tiles:
-    """Return what a program computes at once, for a call of these shapes; one query of each
+    """Return what a program computes in one step, for a call of these shapes; one query of each
     sequence (tokens == sequences) is a decode step.
 
     Args:
@@ -134,7 +134,7 @@ class Plan(NamedTuple):
     queries: Array  # how many; 0: the block has none
     position: Array  # of the first query in its sequence
     begin: Array  # position of the sequence's first query
-    end: Array  # position behind that of the last query; 0: the block has none, and reads nothing
+    end: Array  # position behind the last query's; 0: the block has no queries, and reads nothing
 
 
 def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
@@ -177,7 +177,7 @@ def attend_pages(
     Args:
         q_tHK: queries.
         kv_pages: [P, G, 2 N, W or more], or [P, G, 1, W or more]: keys that are values, too.
-        kv_lens: tokens of each sequence, with those of the queries.
+        kv_lens: tokens of each sequence, the queries' tokens included.
         page_indices: [seqs, pages of a sequence]; those that no query sees may be any below P.
         cu_q_lens: where the queries of each sequence begin.
         num_seqs: sequences that count.
@@ -368,7 +368,7 @@ def _kernel(
     if scoring.window:
         low = jnp.maximum(position + 1 - scoring.window, 0)
     none = jnp.full(tile.rows, UNSEEN, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
-    if "sinks" in given:  # of the first split alone
+    if "sinks" in given:  # only of the first split
         sinks = plgpu.load(given["sinks"].at[head], mask=used, other=0).astype(jnp.float32)
         is_first = used & (split == 0)
         none = jnp.where(is_first, sinks, UNSEEN), jnp.where(is_first, 1.0, 0.0)

@@ -6,7 +6,7 @@
 
 XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
 work, and copies all matrices for the second: so the gradient is written down here. XLA's compiler
-for GPUs computes all three densely: they are kernels of our own there (gpu_grouped.py).
+for GPUs computes all three densely: there we use our own kernels (gpu_grouped.py).
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ TILE_INPUTS, TILE_OUTPUTS = 512, 1024
 """Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
 FORWARD: DotDimensionNumbers = (((1,), (1,)), ((), ()))
 LEAST_SIDE = 128
-"""Matrices narrower than that (of adapters) are written the other way round: they are small."""
+"""Matrices narrower than that (of adapters) are transposed: they are small."""
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
@@ -107,7 +107,7 @@ def rows_gradient_on_tpu(
 ) -> Array:
     """Multiply each row [n, F] with its group's matrix [E, D, F], turned: [n, D] of the rows' type.
 
-    XLA's program would first write all matrices the other way round.
+    XLA's program would first transpose all matrices.
 
     Args:
         cotangent: [n, F], sorted by group.

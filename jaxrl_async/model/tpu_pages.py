@@ -1,8 +1,8 @@
-"""Decoding attention on pages by a TPU kernel of our own, for what JAX's does not take
+"""Decoding attention on pages by our own TPU kernel, for what JAX's does not take
 (kernels.ragged_paged): heads wider than a register, and sinks within a window.
 
-A block of pages [B, G, 2 N, W] is one matrix of B G 2 N rows, keys and values of all heads, as it
-lies there. Scores of all queries with all rows are one product; those with values, and with other
+A block of pages [B, G, 2 N, W] is one matrix of B G 2 N rows, keys and values of all heads, in
+its layout. Scores of all queries with all rows are one product; those with values, and with other
 heads' keys, are masked; shares are moved from each key's column to its value's, the next one, and
 multiplied with the same matrix. So nothing is rearranged, and more is multiplied than is needed:
 a product of few queries takes the MXU as long as it takes to bring the matrix there, once.

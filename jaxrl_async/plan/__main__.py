@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = _trainer_slices(args)
         if trainer.count > 1 and config.mesh.samplers_in != "elsewhere":
             raise ConfigError(
-                f"--num-slices {trainer.count} is for a trainer on slices of its own, and with "
+                f"--num-slices {trainer.count} is for a trainer on separate slices, and with "
                 f"mesh.samplers_in={config.mesh.samplers_in} the samplers are on them. Set "
                 "mesh.samplers_in=elsewhere."
             )
@@ -136,7 +136,7 @@ def _trainer_slices(args: argparse.Namespace) -> Slice:
         raise ConfigError(f"--num-slices {args.num_slices}: give 1 or more.")
     if args.num_slices > 1 and args.write:
         raise ConfigError(
-            "--write divides the chips of one slice anew, and with --num-slices there are several: "
+            "--write divides the chips of one slice, and with --num-slices there are several: "
             "leave --write out, and set trainer.tpu.slices in the values file by hand."
         )
     return replace(one, count=args.num_slices)
@@ -158,11 +158,11 @@ def _kind_of(chip: Chip) -> tuple[str, str | None]:
 
 def _compiler_env(trainer: Chip, sampler: Chip) -> dict[str, str]:
     """Return the environment that the compiler needs. Raises ConfigError, and MissingExtraError
-    where there is none."""
+    where the compiler is not installed."""
     if trainer.is_card != sampler.is_card:
         raise ConfigError(
             f"--topology has {trainer.generation} and --sampler-topology {sampler.generation}: a "
-            "plan is of TPUs or of NVIDIA cards. Plan each side with samplers of its own kind."
+            "plan is of TPUs or of NVIDIA cards. Plan each side with samplers of the same kind."
         )
     if trainer.is_card:
         cuda.check_compiler()

@@ -1,7 +1,7 @@
 """Shares of the peak that attention's kernels reach in training, from published measurements.
 
-Nothing here was measured by this project. Splash attention on TPUs: the times are those of tokamax,
-whose kernel comes from JAX's, tuned for each shape (github.com/openxla/tokamax,
+Nothing here was measured by this project. Splash attention on TPUs: the times are from tokamax,
+whose kernel is based on JAX's, tuned for each shape (github.com/openxla/tokamax,
 data/autotuning/GENERATION/ pallas_mosaic_tpu_flash_attention.json, read November 2026): causal,
 bfloat16, forward with what the backward pass needs, 16,384 tokens in rows of T, heads of K, 2,048
 columns in all. FLOPs count the causal half.
@@ -53,7 +53,7 @@ TOKENS, COLUMNS = 16384, 2048
 SAME_MATRIX_UNITS = {"v4": "v5p", "v5e": "v5p"}
 BACKWARD_MOST = {"v4": 0.35, "v5p": 0.35}
 CUDNN_SHARES = (0.6, 0.5)
-"""Forward and backward; and of kernels of our own, which Triton compiles:"""
+"""Forward and backward; and of our own kernels, which Triton compiles:"""
 TRITON_SHARES = (0.4, 0.33)
 
 

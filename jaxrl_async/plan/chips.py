@@ -10,8 +10,8 @@ a little less than the chip has. `clock_hz` turns the compiler's cycles into sec
 divided by the products that the matrix units make in a cycle.
 
 NVIDIA cards. Peak (bfloat16, without sparsity), bandwidth and NVLink (both directions, all links of
-a card together) are those of NVIDIA's data sheets: nvidia.com/data-center/h100 (SXM), h200 (SXM),
-a100 (SXM, 80 GB), hgx (B200), l4, which has PCIe 4.0 x16 alone. Memory is what CUDA tells, a little
+a card together) are from NVIDIA's data sheets: nvidia.com/data-center/h100 (SXM), h200 (SXM),
+a100 (SXM, 80 GB), hgx (B200), l4, which has PCIe 4.0 x16. Memory is what CUDA reports, a little
 less than the card has: H100, A100 and B200 as openxla.org's device descriptions have it
 (github.com/openxla/xla, xla/backends/gpu/target_config/specs), H200 and L4 as PyTorch reports it in
 its messages of too little memory (139.8 and 22.03 GiB; nvidia-smi shows 22.49 of L4). The network
@@ -47,7 +47,7 @@ class Chip:
     wrap_side: int = 1  # a side of the slice this long, or a multiple, is a ring
     megacore: bool = False  # two cores are one device: an option of the compiler
     host_cards: int = 0  # NVIDIA cards in a host; 0: a TPU
-    memory_bytes: float = 0.0  # of a card, as CUDA tells it
+    memory_bytes: float = 0.0  # of a card, as CUDA reports it
 
     @property
     def is_card(self) -> bool:
@@ -109,7 +109,7 @@ def _card(
     link_gb: float,
     nic_gb: float,
 ) -> Chip:
-    """Make the Chip of an NVIDIA card, eight of which are in a host."""
+    """Make the Chip of an NVIDIA card; a host has eight."""
     return Chip(
         generation=generation,
         peak_flops=tflops * 1e12,
@@ -170,7 +170,7 @@ class Slice:
 
     @property
     def topology(self) -> str:
-        """The name for the compiler: v5e:8x8, h100:1x8; of a part, which devices of which slice."""
+        """The name for the compiler: v5e:8x8, h100:1x8; of a part, its devices and their slice."""
         return self.part or f"{self._times}{self.chip.generation}:{'x'.join(map(str, self.shape))}"
 
     @property
@@ -181,8 +181,8 @@ class Slice:
         """Return how many bytes a device sends in a second of a collective.
 
         Args:
-            group: devices that talk to one another.
-            near: of them, cards in one host; those of a group in several hosts send by the network
+            group: devices that send to one another.
+            near: of them, cards in one host; a group in several hosts sends by the network
                 cards. 0 (TPUs): hosts do not matter.
             in_a_ring: whether each byte leaves a host once, by any of its cards in the group.
         """

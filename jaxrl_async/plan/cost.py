@@ -1,11 +1,11 @@
 """Counts what a compiled program costs, from its text: products, bytes, seconds, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels, and cuDNN's, say nothing of their cost in the text; that of attention in training,
-of the experts' products and of drawing tokens is counted from the shapes of their arguments, here
+Pallas kernels, and cuDNN's, say nothing of their cost in the text. For attention in training, the
+experts' products and the sampling of tokens it is counted from the shapes of their arguments, here
 and in pace.py (attention on the pages depends on the lengths at run time: plan.py takes the mean).
 
-Of a conditional one branch counts, since one runs: that with cuDNN's attention if there is such,
+Of a conditional one branch counts, since one runs: the branch with cuDNN's attention if any,
 else the costliest. The text does not say which: gpu_packed.py decides by the number of segments of
 the rows, and the rows of a plan have one each.
 """
@@ -109,8 +109,8 @@ def cost_of(
         mesh: axes and their sizes.
         pace: how long an instruction takes.
         open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
-        host: devices of a host, which are neighbours in the mesh, where cards of one host talk
-            faster than those of several; 0: hosts do not matter.
+        host: devices of a host, which are neighbours in the mesh, where cards of one host send
+            faster than cards of several; 0: hosts do not matter.
     """
 
     def choose(branches: tuple[str, ...], turns: tuple[float, ...]) -> str:
@@ -208,7 +208,7 @@ def _with_products(program: Program) -> set[str]:
 
 
 def _flops_within(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the FLOPs of an instruction; of a fusion, those of what it computes."""
+    """Return the FLOPs of an instruction; of a fusion, the FLOPs of its instructions."""
     if i.opcode != "fusion":
         return product_flops(i, shapes)
     total = 0.0
@@ -467,7 +467,7 @@ def _between_slices(i: Instruction) -> tuple[str, int, float]:
 
 def _result_bytes(i: Instruction) -> float:
     """Return the bytes of a collective's result; a start's tuple also holds its arguments, except
-    that of an all-reduce."""
+    with an all-reduce."""
     sizes = [bytes_of(a) for a in re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)]
     if i.opcode == "all-gather-start" and i.shape.startswith("(("):
         return sum(sizes[len(sizes) // 2 :])  # several arrays: ((arguments), (results))

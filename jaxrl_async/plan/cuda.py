@@ -1,5 +1,5 @@
-"""XLA's compiler for NVIDIA cards that are not there: JAX's CUDA plugin compiles for a card that is
-described to it, without a driver, cuBLAS or cuDNN.
+"""XLA's compiler for NVIDIA cards, without a card: JAX's CUDA plugin compiles for a card that is
+described to it, with no driver, cuBLAS or cuDNN.
 
 What it cannot do there, and a run can:
 
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # warnings of a driver that is not found
 }
 ASKED_BY_TRITON = "jax._src.pallas.triton.gpu_info"
-"""The module that tells kernels in Pallas' Triton their card, by default the one that is there."""
+"""The module that gives Pallas' Triton kernels their card, by default the machine's."""
 CUDNN = (9, 12, 0)
 """The version of cuDNN that programs are compiled for."""
 
@@ -122,7 +122,7 @@ def capability_of(card: Chip) -> str:
 
 
 def compiler_versions() -> list[str]:
-    """Return what a compiled program depends on beside jaxlib and its card."""
+    """Return what a compiled program depends on in addition to jaxlib and its card."""
     return [
         *(f"{name} {version_of(name)}" for name in PLUGINS if version_of(name)),
         FLAGS,
@@ -165,16 +165,16 @@ def card_devices(where: Slice) -> list[Any]:
         topology = topologies.get_topology_desc(
             "", platform="cuda", target_config=target_config(where), topology=f"1x{hosts}x{cards}"
         )
-    except Exception as error:  # the plugin has no kinds of its own
+    except Exception as error:  # the plugin has no exception types for this
         raise ConfigError(
             f"JAX's CUDA plugin cannot describe {where.topology}: {str(error).splitlines()[0]}. Is "
-            "its environment that of `jaxrl-async plan`?"
+            "its environment the same as in `jaxrl-async plan`?"
         ) from error
     return list(topology.devices)
 
 
 def _prepare(kind: str) -> None:
-    """Have JAX lower programs for cards of this kind although there is none."""
+    """Have JAX lower programs for cards of this kind without such a card."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -189,7 +189,7 @@ def _prepare(kind: str) -> None:
         # JAX knows "gpu" only where a backend runs (github.com/jax-ml/jax/issues/23971).
         return "cuda" if platform in ("gpu", "cuda") else original(platform)
 
-    # It asks the backend that runs, a CPU; what a card can do attention.obstacle has asked.
+    # It asks the backend that runs, a CPU; attention.obstacle has checked what the card can do.
     fused_attention_stablehlo.check_compute_capability = lambda least: True
     canonical.knows_cards = True  # type: ignore[attr-defined]
     xla_bridge.canonicalize_platform = canonical

@@ -124,7 +124,7 @@ def bytes_of(shape: str) -> float:
 # ---- loops and branches
 
 Choice = Callable[[tuple[str, ...], tuple[float, ...]], str]
-"""(computations, open_turns of the loops in them) -> the one of them that counts."""
+"""(computations, open_turns of the loops in them) -> the computation that counts."""
 
 
 def walk(
@@ -168,7 +168,7 @@ def _walk(
 
 
 def branches_of(instruction: Instruction) -> tuple[str, ...]:
-    """Return the computations of which a conditional runs one; none of another instruction."""
+    """Return a conditional's computations, one of which runs; () for another instruction."""
     if instruction.opcode != "conditional":
         return ()
     listed = ", ".join(a or b for a, b in _BRANCHES.findall(instruction.rest))

@@ -143,7 +143,7 @@ def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
         "# with one JAXRL_ASYNC_SECRET on all machines: on each host of the trainer's cards "
         f"({plan.trainer.where.topology}),",
         f"{share} python -m jaxrl_async.train {file} remote.listen=0.0.0.0:{PORT}",
-        f"# and {plan.num_samplers} times, each with cards of its own (CUDA_VISIBLE_DEVICES; "
+        f"# and {plan.num_samplers} times, each with separate cards (CUDA_VISIBLE_DEVICES; "
         f"{plan.sampler.where.topology})",
         f"{share} python -m jaxrl_async.sample --join TRAINER:{PORT}",
     ]

@@ -26,7 +26,7 @@ LAUNCH_S = 2e-6
 """Assumed time from one kernel to the next, seconds, in a command buffer (CUDA graph)."""
 
 DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
-"""Cycles of the kernel that draws tokens, for eight rows and each chunk of its loops: the
+"""Cycles of the kernel that samples tokens, for eight rows and each chunk of its loops: the
 compiler's schedule of them for v5e and v6e (2 x 32 turns of 35 and 50 cycles to truncate)."""
 
 Pace = Callable[[Instruction, float, float], float]
@@ -34,7 +34,7 @@ Pace = Callable[[Instruction, float, float], float]
 
 
 def draw_cycles(i: Instruction) -> float:
-    """Return the cycles of a TPU's kernel that draws tokens; 0: it is another instruction."""
+    """Return the cycles of a TPU's kernel that samples tokens; 0: it is another instruction."""
     each = DRAW_CYCLES.get(re.sub(r"[.\d]+$", "", i.name), 0)
     given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
     if not each or not given:

@@ -114,7 +114,7 @@ def _divided(
         raise ConfigError(
             f"{how} divides the {where.chip.word}s of one host, and {where.name} "
             f"({where.topology}) has {hosts} hosts. Take a topology of one host (v5e-8, v6e-8, "
-            "v5p-4, h100-8), or give the samplers slices of their own (mesh.samplers_in=elsewhere, "
+            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=elsewhere, "
             "--sampler-topology)."
         )
     try:
@@ -162,7 +162,7 @@ def devices_of(where: Slice) -> list[Any]:
     """
     if where.count > 1 and prod(where.shape) == 1:
         raise ConfigError(
-            f"{where.name}: the compiler describes several slices of a host or more, so that each "
+            f"{where.name}: the compiler describes several slices of a host or more, so each "
             "needs 4 chips at least."
         )
     if where.chip.is_card:

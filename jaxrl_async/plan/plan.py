@@ -111,7 +111,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenSlices:
-    """What the trainer's slices tell each other over the data center network in a step."""
+    """What the trainer's slices send to each other over the data center network in a step."""
 
     slices: int
     bytes_of_device: float  # that each device sends
@@ -569,7 +569,7 @@ def hosts_of(mesh: Any) -> int:
 def between_slices(
     config: schema.Config, trainer: Side, learning: Learning
 ) -> BetweenSlices | None:
-    """Count what the trainer's slices tell each other in a step: each micro-batch's gradient
+    """Count what the trainer's slices send to each other in a step: each micro-batch's gradient
     program and each update's, as the compiler wrote them."""
     if trainer.where.count == 1:
         return None
@@ -612,7 +612,7 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
 
 
 def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
-    """Say of a plan for NVIDIA cards what its numbers are, and what the run needs to be told."""
+    """Say of a plan for NVIDIA cards what its numbers are, and what to set for the run."""
     if not card.is_card:
         return ()
     share = card.usable_bytes / card.memory_bytes

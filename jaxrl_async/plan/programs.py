@@ -203,7 +203,7 @@ TOKENS_OF_A_PASS = ("token_ids", "positions", "segment_ids", "kept", "expert_ids
 
 def own_passes(config: schema.Config) -> int:
     """Return how often a step computes log-probs of the whole batch before its updates, by weights
-    of the policy's own shapes: its own, and those of a reference that rests in host memory."""
+    of the policy's own shapes: its own, and a reference's that are kept in host memory."""
     return len(pass_columns_of(config) & {"proximal_logprobs", "reference_logprobs"})
 
 

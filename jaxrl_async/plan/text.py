@@ -202,7 +202,7 @@ def _way(whole: Together, samplers: int) -> str:
 
 
 def _between(slices: BetweenSlices | None) -> list[str]:
-    """Say what the trainer's slices tell each other."""
+    """Say what the trainer's slices send to each other."""
     if slices is None:
         return []
     return [

@@ -4,12 +4,12 @@
                   cards arithmetic
     kernels       attention's, which it does not time: their FLOPs at the share of the peak that
                   was published (attention_rates.py; a prefill's kernel on the pages is taken to
-                  reach what training's does going forward), the bytes of the KV cache at four
+                  reach what training's forward pass does), the bytes of the KV cache at four
                   fifths of the bandwidth (on the pages, in decode)
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
-    exposed       all-reduces and all-to-alls, which the program waits for, and whatever goes
+    exposed       all-reduces and all-to-alls, which the program waits for, and all traffic
                   between slices, at a chip's share of its host's network cards: an upper bound of
                   the rate
 
@@ -49,10 +49,10 @@ BACKWARD = (
 )  # fmt: skip
 ON_PAGES = ("ragged_paged", "decode_on_pages", "attend_pages")
 """How the names of kernels begin that attend on the pages of the KV cache: JAX's for TPUs, ours for
-TPUs, and ours for cards. What they compute, and read, their text does not tell."""
+TPUs, and ours for cards. What they compute, and read, their text does not say."""
 EXPOSED = ("all-reduce", "all-to-all")
 RINGS = ("all-gather", "all-reduce", "reduce-scatter")
-"""Collectives of which NCCL makes rings through all network cards of a host's members: two hosts of
+"""Collectives that NCCL runs as rings through all network cards of a host's members: two hosts of
 eight pairs of card and 400 Gb/s reach 366 to 470 GB/s, not 50 (github.com/NVIDIA/nccl-tests, issue
 309; four cards of 200 Gb/s 96 GB/s, issue 119)."""
 

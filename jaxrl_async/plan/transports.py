@@ -1,4 +1,4 @@
-"""What this package's own transports of weights carry between processes: measured, not hoped for.
+"""What this package's own transports of weights carry between processes, as measured.
 
 One process of the trainer to one sampler process, both on one machine of two cores without a
 network between them (docs/benchmarks.md, "Weights to samplers in other processes"). A process is
@@ -35,7 +35,7 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 
 def transport_of(config: schema.Config) -> Transport:
-    """Return what carries the weights to samplers in processes of their own."""
+    """Return what carries the weights to samplers in separate processes."""
     here = config.mesh.samplers_in == "processes"
     auto = "shared_memory" if here else "tcp"
     return TRANSPORTS[auto if config.remote.transfer == "auto" else config.remote.transfer]

@@ -357,9 +357,9 @@ def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
 
 
 def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
-    """Return whether decoding reads the pages through a kernel, given sampler.attention. That for
-    GPUs since Ampere takes all models. Those of TPUs have no latent attention, and a model's sinks
-    need heads that leave columns for them. Raises ConfigError."""
+    """Return whether decoding reads the pages through a kernel, given sampler.attention. The kernel
+    for GPUs since Ampere takes all models. The TPU kernels have no latent attention, and a model's
+    sinks need heads that leave columns for them. Raises ConfigError."""
     device = device_of(mesh)
     if device.platform == "gpu":
         if attention == "ragged" and not has_triton(device):

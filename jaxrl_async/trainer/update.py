@@ -600,7 +600,7 @@ class Update(Generic[ObjectiveT]):
 def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
     """Return whether each part of the axis data may sum gradients for itself.
 
-    XLA's partitioner aborts for some programs that one axis divides by hand and several by itself
+    XLA's partitioner aborts for some programs with one axis divided by hand and others by XLA
     (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor),
     so these are the meshes that were tried.
     """

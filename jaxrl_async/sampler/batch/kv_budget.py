@@ -117,7 +117,7 @@ def plan_memory(
 
 def _copied_columns(layout: KvLayout, max_length: int, page_tokens: int, block: int) -> int:
     """Return for how many tokens of each row a block has copies, all layers together, if one row is
-    as long as it may be: as many as that one has, or as its window, and those that it draws."""
+    as long as it may be: as many as that one has, or as its window, and those that it samples."""
     whole = steps_of_half(-(-max_length // page_tokens))
     pages = {
         g: min(whole, g.pages_behind(page_tokens) + 1) if g.window else whole for g in layout.groups

@@ -57,7 +57,7 @@ class EngineSpec:
 
     @property
     def _device(self) -> jax.Device:
-        """One of those that it is for."""
+        """One of the engine's devices."""
         device: jax.Device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         return device
 

@@ -29,7 +29,7 @@ def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
 
 
 def draw_kernel(spec: EngineSpec) -> Kernel | None:
-    """Return the kernel that draws tokens on the engine's devices; None: XLA's programs do."""
+    """Return the kernel that samples tokens on the engine's devices; None: XLA's programs do."""
     return partial(drawn_by_kernel, mesh=spec.mesh) if spec.draws_by_kernel else None
 
 

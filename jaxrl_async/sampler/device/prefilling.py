@@ -179,8 +179,8 @@ def _attend_by_kernel(
     spec: EngineSpec, pages: list[Array], chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
     """Return attention by the kernel that decodes. With cells for them, a layer's new tokens are
-    written to its pages and read there, behind those of the tokens before; without, and by layers
-    with a window, whose pages have a part of them alone, they are read where they are."""
+    written to its pages and read there, behind the earlier tokens. Without cells, and in layers
+    with a window, whose pages have only a part of them, they are read where they are."""
     lengths, cells = _without_padding(chunk), chunk.cells
     tables = jnp.minimum(jnp.asarray(chunk.tables), spec.pages - 1)
     if not tables.shape[2]:

@@ -76,13 +76,13 @@ def sample(
     mix: Mix,
     kernel: Kernel | None = None,
 ) -> SampledTokens:
-    """Draw a token for each slot: in tokens' order, the one in whose share of the probability the
+    """Sample a token for each slot: in tokens' order, the one in whose share of the probability the
     slot's number falls; the first of the likeliest if it is greedy.
 
     XLA's programs read the logits for the largest of each block of BLOCK tokens, for the blocks'
-    sums, and the block of the token once more; the log-prob, and the likeliest token, come out of
+    sums, and the block of the token once more; the log-prob, and the likeliest token, result from
     the same. The TPU's kernel reads them once, truncation included. Their sums round differently,
-    so each machine draws by one of them alone.
+    so each machine samples by only one of them.
 
     Args:
         logits: [S, V] float32.
@@ -112,7 +112,7 @@ def sample(
 def _with_extras(
     logits: Array, tokens: Array, logprobs: Array, kept: Array, mix: Mix
 ) -> SampledTokens:
-    """Return drawn tokens with what the mix wants to know of them."""
+    """Return sampled tokens with what the mix asks for."""
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
@@ -126,16 +126,16 @@ def packed_bits(mask: Array) -> Array:
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-# ---- the draw
+# ---- one token
 
 
 def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, Array]:
     """Return the token whose interval of the cumulated probabilities holds u, and its log-prob:
     [S, V], [S] -> [S] int32, [S] float32. Never a token of probability 0.
 
-    Two levels, blocks and then the tokens of one, keep float32's error at that of short sums.
-    greedy [S] bool: the rows whose token is the likeliest, the first of equals; None: there are
-    none.
+    Two levels, blocks and then the tokens of one, keep float32's error as small as in short sums.
+    greedy [S] bool: the rows whose token is the likeliest, the first of equals; None: no
+    row.
     """
     S, V = logits.shape
     width = min(BLOCK, V)
@@ -175,7 +175,7 @@ def _gathered_block(blocks: Array, block: Array) -> Array:
 
 
 def _masked_block(blocks: Array, block: Array) -> Array:
-    """Compute _gathered_block by reading all: a TPU gathers row by row, each of which takes as long
+    """Compute _gathered_block by reading all: a TPU gathers row by row, and each row takes as long
     as reading thousands of tokens."""
     mine = jnp.arange(blocks.shape[1]) == block[:, None]
     return jnp.max(jnp.where(mine[:, :, None], blocks, MASKED), axis=1)
@@ -199,12 +199,12 @@ def likely(logits: Array, controls: Controls) -> Array:
     temperature-scaled logits. Equal tokens are kept, or refused, together; tokens that cannot be
     (MASKED) are refused even where fewer than k can.
 
-    top-k keeps a token if fewer than k are likelier. top-p keeps it if those of top-k that are
-    likelier have less than that share of top-k's probability, so it keeps the likeliest up to and
-    including the one that reaches the share (Holtzman et al. 2020, arXiv:1904.09751). min-p keeps
-    those at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
+    top-k keeps a token if fewer than k are likelier. top-p keeps it if the likelier tokens of
+    top-k have less than that share of top-k's probability, so it keeps the likeliest up to and
+    including the token that reaches the share (Holtzman et al. 2020, arXiv:1904.09751). min-p keeps
+    tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
 
-    Nothing is sorted: the least logit that is kept is found by halving an interval of numbers with
+    Nothing is sorted: the lowest logit that is kept is found by halving an interval of numbers with
     32 bits (least_kept), exactly but for the rounding of sums of probabilities.
     """
     V = logits.shape[-1]

@@ -1,5 +1,5 @@
-"""Drawing a token by a TPU kernel: the same as sampling.py by XLA's programs, but each row's logits
-are read from HBM once, and all that looks at them again finds them in the chip's own memory.
+"""Sampling a token by a TPU kernel: like sampling.py by XLA's programs, but each row's logits
+are read from HBM once, and later passes read them from the chip's own memory.
 
 Rows are taken eight at a time, [8, V]. Below, a tile is [8, 128] of them, a chunk TILES tiles.
 """
@@ -31,7 +31,7 @@ vocabulary."""
 
 
 def takes_kernel(device: jax.Device, vocab: int) -> bool:
-    """Return whether a device draws by the kernel; others draw by XLA's programs."""
+    """Return whether a device samples by the kernel; others sample by XLA's programs."""
     fits = _bytes_of(vocab, truncated=True) <= MOST_BYTES
     return device.platform == "tpu" and fits and not device.device_kind.startswith(SMALL)
 
@@ -54,7 +54,7 @@ def drawn_by_kernel(
     mesh: Mesh | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
-    """Draw a token for each row; all devices of a mesh draw the same.
+    """Sample a token for each row; all devices of a mesh sample the same.
 
     Args:
         logits: [S, V] float32.
@@ -65,7 +65,7 @@ def drawn_by_kernel(
         mesh: of the program; None: one device.
         interpret: pallas_call's.
 
-    Returns tokens [S] int32, their log-probs [S] float32, and the least logit that could be drawn
+    Returns tokens [S] int32, their log-probs [S] float32, and the lowest logit that was possible
     [S] float32; all can where not truncated, and where greedy.
     """
 
@@ -122,7 +122,7 @@ def _draw(
     ranks: Any,
     *memory: Any,
 ) -> None:
-    """Draw for eight rows. What each row has once is [8, 128], the same in all columns."""
+    """Sample for eight rows. What each row has once is [8, 128], the same in all columns."""
     odds, sums = memory if truncated else (None, *memory)
     chunks = sums.shape[0]
     lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
