@@ -11,7 +11,7 @@ that fails or hangs is reported, and the next one begins. Each finding is a line
 OUT/results.jsonl as soon as it is known, and OUT/table.md shows all of them. The same command
 continues: stages that have ended well in OUT are not run again, unless --stages names them.
 
-    --stages parity decode:256      these alone, in this order
+    --stages parity decode:256      only these, in this order
     --list                          the stages, what each shows, and its limit
     --tiny                          the same on a CPU with tiny sizes: shows that the stages work
 
@@ -43,15 +43,15 @@ from jaxrl_async.host import has_tpu  # noqa: E402
 from jaxrl_async.keeper import kill_session  # noqa: E402
 
 TINY_MOST = 6.0
-"""Limits of tiny stages, of a stage's own: two cores compile more slowly than a card's machine."""
+"""Limits of tiny stages that differ: two cores compile more slowly than a card's machine."""
 SHORTEST_S = 20.0
-"""A stage is not begun with less time, seconds: JAX alone takes half of it to start."""
+"""A stage does not start with less time, seconds: JAX alone takes half of it to start."""
 ENDING_S = 10.0
 """Longest wait for a stage that was killed, seconds."""
 TAIL = 1500
 """Characters of a failed stage's output in its finding."""
 HIDDEN = ("stage", "finding", "ok", "tail")
-"""Of a finding, what the table shows elsewhere or not at all."""
+"""Fields of a finding that the table shows elsewhere or not at all."""
 
 Finding = dict[str, Any]
 
@@ -60,7 +60,7 @@ Finding = dict[str, Any]
 class Stage:
     """One process of the proof."""
 
-    name: str  # of a function in proof/, with its argument behind a colon
+    name: str  # of a function in proof/, with its argument after a colon
     most_s: float
     shows: str
 
@@ -165,7 +165,7 @@ def run_all(
     stages: Iterable[Stage], words: Sequence[str], env: Mapping[str, str], out: Path, end: float
 ) -> None:
     """Run each stage by `words` and its name, one after another, until time.monotonic() is `end`;
-    write what became of each, and the table."""
+    write each one's outcome, and the table."""
     for stage in stages:
         left = end - time.monotonic()
         limit = min(stage.most_s, left - ENDING_S / 2)
@@ -182,7 +182,7 @@ def run_all(
 def _run_one(
     stage: Stage, words: Sequence[str], env: Mapping[str, str], out: Path, limit: float
 ) -> Finding:
-    """Run a stage for `limit` seconds at most; return what became of it. Nothing that it started is
+    """Run a stage for `limit` seconds at most; return the outcome. Nothing that it started is
     left."""
     log, began = out / "log.txt", time.monotonic()
     with log.open("ab") as file:
@@ -222,7 +222,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def remaining(out: Path) -> list[Stage]:
-    """Return the stages that have not ended by themselves in this folder."""
+    """Return the stages that have not completed in this folder."""
     ended = {f["stage"] for f in findings_in(out) if f.get("outcome") == "ended"}
     return [stage for stage in STAGES if stage.name not in ended]
 
@@ -262,7 +262,7 @@ def findings_in(out: Path) -> list[Finding]:
 
 
 def _is_whole(line: str) -> bool:
-    """Return whether a line was written to its end: a killed stage may leave half of one."""
+    """Return whether a line is complete: a killed stage may leave half of one."""
     with suppress(ValueError):
         return isinstance(json.loads(line), dict)
     return False
@@ -309,7 +309,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     words.add_argument("--out", type=Path, default=HERE.parent / "build" / "proof")
     words.add_argument("--seconds", type=float, default=450, help="for all stages together")
-    words.add_argument("--stages", nargs="+", metavar="NAME", help="these alone, in this order")
+    words.add_argument("--stages", nargs="+", metavar="NAME", help="only these, in this order")
     words.add_argument("--wheels", type=Path, help="a folder of wheels: missing ones are installed")
     words.add_argument("--tiny", action="store_true", help="on a CPU, with tiny sizes")
     words.add_argument("--list", action="store_true", help="show the stages")

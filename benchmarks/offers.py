@@ -3,8 +3,8 @@
     python benchmarks/offers.py [--quick] [--samplers 64 256 1000 2000 4000] [--json [FILE]]
 
 The trainer's own classes: channel, outbox and one end per sampler, with an offer of a 70B policy on
-128 chips of 32 hosts (about 90 KB). The samplers are played: each says immediately that it has the
-version and samples from it. Nothing is sent; the encoding of each message is part of the time.
+128 chips of 32 hosts (about 90 KB). The samplers are simulated: each reports immediately that it
+has the version and samples from it. Nothing is sent; encoding each message is part of the time.
 
 offers_ms   CPU of the process until every sampler's offer is encoded
 version_ms  CPU of the process until the version is live everywhere
@@ -37,7 +37,7 @@ WIDTH, MLP, LAYERS, KV, VOCAB = 8192, 28672, 80, 1024, 128_256
 
 
 class PlayedOffering:
-    """An Offering of weights that are nowhere."""
+    """An Offering of weights that do not exist."""
 
     address = TRAINER
 
@@ -89,7 +89,7 @@ class PlayedSession:
         """It has no end."""
 
     def answer(self) -> None:
-        """Say that the offered version is here, and then that it is live."""
+        """Report that the offered version is here, and then that it is live."""
         self._handlers[Staged](
             Staged(version=self.version, num_bytes=1, seconds=1.0, source=TRAINER)
         )
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def row(samplers: int) -> Row:
-    """Publish versions to so many samplers; return the least times of three."""
+    """Publish versions to so many samplers; return the minimum times of three."""
     outbox = WeightOutbox(lambda p: p, PlayedOffering(), RemoteSection(), checksum=False)
     channel = WeightChannel(outbox=outbox)
     offered = deque[PlayedSession]()
@@ -134,8 +134,8 @@ def row(samplers: int) -> Row:
 def _come(
     channel: WeightChannel, offered: deque[PlayedSession], samplers: int, version: int
 ) -> tuple[float, float, int]:
-    """Play the samplers until a version is live; return the process' CPU time when all offers were
-    made, when all was done, and most threads."""
+    """Simulate the samplers until a version is live; return the process' CPU time when all
+    offers were made, when all was done, and most threads."""
     threads = 0
     while len(offered) < samplers:
         threads = max(threads, threading.active_count())

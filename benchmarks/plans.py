@@ -5,7 +5,7 @@
 Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
 but no TPU, and for the plans of NVIDIA cards JAX's CUDA plugin (pip install '.[plan-cuda]'), but no
 card; compiled programs are read from the cache. --write puts the tables into docs/plans.md, one of
-TPUs and one of cards, where the columns of other plans stay as they are.
+TPUs and one of cards, where the columns of other plans do not change.
 """
 
 import argparse

@@ -4,7 +4,7 @@ structure, one buffer for arrays.
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
 Only the dataclasses and enums that the reader names can be loaded; there is no pickle. What many
-messages have in common is converted once (`Encoded`): it lies among the arrays, in this same form.
+messages have in common is converted once (`Encoded`) and stored among the arrays in this form.
 """
 
 import dataclasses

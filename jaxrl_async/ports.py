@@ -49,7 +49,7 @@ class Session(Protocol):
         ...
 
     def send_now(self, message: Any) -> bool:
-        """Queue a message as `send` does if there is room; return False, at once, if not."""
+        """Queue a message as `send` does if there is room; if not, return False immediately."""
         ...
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:

@@ -32,7 +32,7 @@ of its update."""
 SAMPLER_S = 5.0
 """Longest trace of a sampler process, seconds: some hundred decode blocks, tens of MB."""
 MOST_SAMPLERS = 4
-"""Most sampler processes of which a step's traces are taken."""
+"""Most sampler processes that trace a step."""
 MOST_SENT_BYTES = 64 << 20
 """Largest trace that a sampler sends to the trainer, bytes."""
 
@@ -51,7 +51,7 @@ class ProcessTrace:
     """
 
     def __init__(self, most_s: float) -> None:
-        """Begin; the trace ends by itself after most_s. Raises ProfileError if this process is
+        """Begin; the trace ends automatically after most_s. Raises ProfileError if this process is
         being traced already, or its profiler cannot begin."""
         self.timed_out = False
         if not _taking.acquire(blocking=False):
@@ -66,7 +66,7 @@ class ProcessTrace:
         except Exception as error:
             self._forget()
             _taking.release()
-            raise ProfileError(f"JAX's profiler does not begin: {in_a_line(error)}") from error
+            raise ProfileError(f"JAX's profiler does not start: {in_a_line(error)}") from error
         spans.annotate = jax.profiler.TraceAnnotation
         self._timer = threading.Timer(most_s, self._time_is_over)
         self._timer.daemon = True
@@ -99,7 +99,7 @@ class ProcessTrace:
         self._end()
 
     def _end(self) -> None:
-        with self._lock:  # whoever comes second waits until the files are written
+        with self._lock:  # the second caller waits until the files are written
             if not self._running:
                 return
             self._running, spans.annotate = False, None
@@ -115,7 +115,7 @@ class ProcessTrace:
 
 
 class TracedSamplers(Protocol):
-    """Sampler processes, whose traces come to the run's folder by themselves."""
+    """Sampler processes, which send their traces to the run's folder on their own."""
 
     def profile(self, step: int, *, on: bool) -> None:
         """Begin the traces of a step, or end them."""
@@ -138,7 +138,7 @@ class StepTraces:
             root: the run's folder. None: no step is traced.
             steps: that are traced.
             process: the name of this process in its traces.
-            samplers: in processes of their own; None: there are none.
+            samplers: in separate processes; None: no sampler is in one.
         """
         self._root, self._process, self._samplers = root, process, samplers
         self._steps = frozenset(steps if root is not None else ())

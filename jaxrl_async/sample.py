@@ -91,7 +91,7 @@ def _joined(args: argparse.Namespace) -> int:
     axes, cores = axes_of(args.mesh), cores_of(args.cores)
     if cores:
         os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
-    # Loaded late, so that --help and a typo answer without importing JAX.
+    # Loaded late: --help and a typo answer without importing JAX.
     place = distributed.join_sampler_processes(section_of(args))
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")

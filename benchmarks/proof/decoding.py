@@ -144,7 +144,7 @@ def mismatch(spec: Any, params: Any, wishes: list[Any], answers: list[Any]) -> d
     """Return how far the sampler's log-probs of its tokens are from the trainer's in packed rows,
     both in bfloat16, and how far each is from the reference in float32, nats.
 
-    Wrong is a sampler that is much farther from the reference than bfloat16 takes the trainer.
+    A sampler is wrong if it is much farther from the reference than the trainer in bfloat16.
     """
     import jax
     import jax.numpy as jnp
@@ -201,8 +201,8 @@ def mismatch(spec: Any, params: Any, wishes: list[Any], answers: list[Any]) -> d
 
 
 def churn(work: Work) -> None:
-    """Draw answers of mixed lengths with default settings, twice: what is compiled as contexts
-    grow, and for how long the sampler stands still for it."""
+    """Sample answers of mixed lengths with default settings, twice: what is compiled as contexts
+    grow, and for how long the sampler pauses for it."""
     import jax.numpy as jnp
 
     from jaxrl_async.sampler.sampler import Sampler

@@ -98,7 +98,7 @@ def config_of(work: Work) -> Any:
 
 
 def report(work: Work, slots: int, answer: int, taken: float) -> None:
-    """Tell the rate, as the stage decode does."""
+    """Report the rate, as the stage decode does."""
     facts = {
         "slots": slots,
         "tokens_per_s": round(slots * answer / taken),

@@ -83,7 +83,7 @@ def two(work: Work) -> None:
     if "tpu" in os.environ["JAX_PLATFORMS"]:
         work.report("not run", {"why": "a TPU chip belongs to one process"})
         return
-    share = {gpu_memory().variable: "0.35"}  # JAX refuses both of its variables at once
+    share = {gpu_memory().variable: "0.35"}  # JAX refuses both of its variables together
     steps = ["warm_start.steps=5", "run.steps=3", *SMALL] if work.tiny else ["run.steps=8"]
     steps += [] if work.tiny else ["warm_start.steps=20"]
     deadline = work.left_s
@@ -134,7 +134,7 @@ class Run:
         within_s: float | None = None,
     ) -> None:
         """Start it: `words` are its configuration and settings, within_s the longest time for it;
-        None: what is left of the stage's."""
+        None: the rest of the stage's."""
         runs = work.scratch / "runs"
         self.work, self.name, self.folder = work, name, runs / name
         self.began = time.monotonic()
@@ -172,7 +172,7 @@ class Run:
                 self.process.wait(SPARE_S / 2)
 
     def report(self, finding: str, *, learns: bool = False, **more: Any) -> None:
-        """Tell how it went; learns: its reward must rise, from the first steps to the last."""
+        """Report how it went; learns: its reward must rise, from the first steps to the last."""
         rows = _lines(self.folder / "metrics.jsonl")
         log = self.log.read_text(errors="replace")
         print(log, flush=True)  # into the stage's own output

@@ -25,7 +25,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss, sinks, windows": {"family": "gpt_oss", "head_dim": 64, "window": 24, "experts": 8},
     "llama, heads of 64": {"family": "llama", "head_dim": 64},
 }
-"""Small decoders that are compared: in what each differs from the model."""
+"""Small decoders that are compared: how each differs from the model."""
 WORSE = 2.0
 """How many times the error of the plain code in bfloat16 a kernel may have."""
 
@@ -35,7 +35,7 @@ class Work:
     """What a stage is asked for."""
 
     stage: str
-    argument: str  # what stands behind the colon of its name
+    argument: str  # what follows the colon in its name
     out: Path  # results
     scratch: Path  # removed at the end of all stages
     tiny: bool
@@ -98,7 +98,7 @@ def params_of(spec: Any, dtype: Any) -> Any:
 
 
 def fastest_s(work: Callable[[], object], repeats: int) -> float:
-    """Return the least wall seconds of `repeats` runs of work, which waits for its results."""
+    """Return the minimum wall seconds of `repeats` runs of work, which waits for its results."""
     taken = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -108,7 +108,7 @@ def fastest_s(work: Callable[[], object], repeats: int) -> float:
 
 
 class Compiled:
-    """Counts what this process compiles, from its making on."""
+    """Counts what this process compiles, from its construction on."""
 
     def __init__(self) -> None:
         import jax

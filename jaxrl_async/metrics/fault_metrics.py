@@ -164,7 +164,7 @@ FAULT_METRICS: tuple[Metric, ...] = (
         (
             "faults/transfer_fallbacks",
             "transfers",
-            "Weights that did not come the way remote.transfer asks for (from device to device, "
+            "Weights that did not arrive the way remote.transfer asks for (from device to device, "
             "through shared memory), and were fetched over TCP; the sampler's log says why.",
         ),
         (

@@ -19,7 +19,7 @@ HEALTH_VARIABLE = "JAXRL_ASYNC_HEALTH"
 """Environment variable: HOST:PORT at which a process answers; it answers nowhere without it."""
 PATH = "/healthz"
 READ_S = 10.0
-"""Longest time for a question to arrive, seconds."""
+"""Longest time for a request to arrive, seconds."""
 
 Check = Callable[[], str | None]
 """Returns what is wrong; None: nothing is."""
@@ -122,5 +122,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log a question at the level of debugging: it comes every few seconds."""
+        """Log a request at level DEBUG: one comes every few seconds."""
         log.debug(format, *args)

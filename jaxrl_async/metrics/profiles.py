@@ -1,4 +1,4 @@
-"""Where the traces of JAX's profiler (run.profile) lie in a run's folder, as XProf reads them.
+"""Where the traces of JAX's profiler (run.profile) are in a run's folder, as XProf reads them.
 
 profile/plugins/profile/step_3/trainer.xplane.pb        xprof --logdir RUN/profile
                                trainer.trace.json.gz    https://ui.perfetto.dev
@@ -36,7 +36,7 @@ def write_trace(root: Path, step: int, process: str, files: Mapping[str, bytes])
 
 def sampler_process(name: str) -> str:
     """Return what the traces of a sampler of this name are called: as itself, unless that could be
-    the trainer's (trainer, trainer-0, trainer-update), or another sampler's that has given way."""
+    the trainer's (trainer, trainer-0, trainer-update), or another sampler's that was renamed so."""
     own = _file_name(name)
     return f"sampler-{own}" if re.match(r"(sampler-)*trainer", own) else own
 

@@ -93,7 +93,7 @@ class Exchange:
         after it, without."""
         if self._holds_back(self.last_late):
             return
-        # whoever came last is likely the last to draw from it: many samplers, few looks at all
+        # the last sampler to come is likely the last to sample from it: few looks at all samplers
         self.last_late = next(filter(self._holds_back, reversed(self.standings)), None)
         if self.last_late is not None:
             return

@@ -31,8 +31,8 @@ def check_fits(record: Any) -> None:
 
 
 ARRAY_ALIAS = typing.get_origin(NDArray[np.int32])
-"""np.ndarray itself or, from NumPy 2.5 on Python 3.12, the alias NDArray, whose argument is that of
-the dtype."""
+"""np.ndarray itself or, from NumPy 2.5 on Python 3.12, the alias NDArray, whose argument is the
+scalar type."""
 
 
 @lru_cache(maxsize=1024)

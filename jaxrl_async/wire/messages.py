@@ -141,7 +141,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A step of the trainer begins of which the sampler takes a trace, or it ends (run.profile)."""
+    """A step of the trainer that the sampler traces begins, or it ends (run.profile)."""
 
     step: int
     on: bool
@@ -153,7 +153,7 @@ class Profiled:
 
     step: int
     files: Mapping[str, Bytes]  # by metrics.profiles.SUFFIXES
-    error: str = ""  # why there are none
+    error: str = ""  # why there are no files
 
 
 # ---- weights

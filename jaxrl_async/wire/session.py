@@ -41,8 +41,8 @@ class WireLimits:
     max_message_bytes: int = 256 << 20
     queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
     join_s: float = 10.0  # for the handshake, before the secret is proved
-    max_joining: int = 64  # connections at once that have not proved it yet
-    max_sessions: int = 4096  # at once
+    max_joining: int = 64  # simultaneous connections that have not proved it yet
+    max_sessions: int = 4096  # at the same time
 
     @classmethod
     def of(cls, remote: RemoteSection) -> "WireLimits":
@@ -396,7 +396,7 @@ class Watch:
                 self._changed.notify_all()
 
     def remove(self, session: WireSession) -> None:
-        """Look at a session no more. Idempotent."""
+        """Stop looking at a session. Idempotent."""
         with self._changed:
             self._due.pop(session, None)
             if not self._due:

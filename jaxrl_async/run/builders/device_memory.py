@@ -1,5 +1,5 @@
 """What a run keeps on its devices, and whether they hold it. By arithmetic: nothing is compiled.
-Activations and the programs' temporaries come on top, which `jaxrl-async plan` knows."""
+Activations and the programs' temporaries are not included; `jaxrl-async plan` adds them."""
 
 import os
 
@@ -19,7 +19,7 @@ from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 SMALLER = (
-    "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to what there is, or "
+    "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to what is free, or "
     "take more devices."
 )
 
@@ -106,7 +106,7 @@ def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> Non
 
 def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
     """Raise ConfigError if the devices certainly do not hold what a run keeps there; samplers in
-    processes of their own see for themselves (check_sampler_fits)."""
+    separate processes check this there (check_sampler_fits)."""
     if config.mesh.remote or config.sampler.engine != "native":
         return
     trainer = 0.0
@@ -119,11 +119,11 @@ def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
 def check_sampler_fits(
     config: Config, spec: ModelSpec, mesh: Mesh, trainer_bytes: float = 0.0
 ) -> None:
-    """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, beside what the
-    trainer alone keeps there. Of a CPU, whose memory others use as well, the KV cache alone counts.
-    """
+    """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, in
+    addition to what the trainer alone keeps there. Of a CPU, whose memory others use as well, only
+    the KV cache counts."""
     beside = resident_snapshots(config.seats)
-    also = f", those of {beside} opponents (seats)" if beside else ""
+    also = f", with {beside} opponents (seats)" if beside else ""
     if mesh.devices.flat[0].platform == "cpu":
         kv = _kv_of(config, spec, mesh).kv_bytes * (1 + beside)
         return check_memory(kv, mesh, f"the KV cache of a sampler{also}", SMALLER)

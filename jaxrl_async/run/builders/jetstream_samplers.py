@@ -9,7 +9,7 @@ this process, one for each sampler's slice.
         def take_params(self, params): ...    # new weights, a tree like policy.params, as prefill
                                               # and generate take them
 
-The interface returns tokens alone: the trainer's own log-probs stand in for the engine's.
+The interface returns only tokens: the trainer's own log-probs are used in place of the engine's.
 """
 
 import logging
@@ -83,7 +83,7 @@ def make_jetstream_sampling(
             )
         )
     log.info(
-        "JetStream's interface returns no log-probs: the trainer's own stand in for the engine's, "
+        "JetStream's interface returns no log-probs: the trainer's own are used instead, "
         "with an importance weight of 1 (policy/recomputed_logprob_share)"
     )
     router = make_router(config.faults, samplers, inputs.faults.add)

@@ -30,7 +30,7 @@ MARK_S = 5.0
 """How much longer than an entry its mark is kept, seconds: it is written before the entry, and an
 entry that has lost its mark looks like another user's."""
 MOST_BYTES = 8 << 30
-"""Bytes of a folder that no run's folder holds, and hence nobody removes."""
+"""Most bytes of a folder outside of all runs' folders, which is not removed with a run."""
 
 
 def own_or_spare(folder: Path) -> Path:
@@ -53,7 +53,7 @@ def own_or_spare(folder: Path) -> Path:
 
 
 def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Remove the programs that were not used for longest until a folder has room for others."""
+    """Remove the least recently used programs until a folder has room for others."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it
@@ -74,7 +74,7 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
             continue
         left -= size
     if removed:
-        log.info("%s: %d files of programs not used for long are removed", folder, removed)
+        log.info("%s: removed %d files of the least recently used programs", folder, removed)
 
 
 def _close(folder: Path, mode: int) -> None:
@@ -162,7 +162,7 @@ class VerifiedPrograms(CacheInterface):
         self._cache.put(key, value)
 
     def _note_use(self, *names: str) -> None:
-        """Have keep_used take these files for used now."""
+        """Mark these files as used now, for keep_used."""
         if self._local is None:
             return
         for name in names:

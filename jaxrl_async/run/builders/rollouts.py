@@ -88,8 +88,8 @@ def open_records(
     if lockstep.writes:
         ledger = reopened(paths.ledger, start.whole, start.version, continued)
     closing.callback(ledger.close)
-    # Samplers in other processes, and engines of somebody else, do not write down what they take
-    # in: half a schedule is none.
+    # Samplers in other processes, and external engines, do not write down what they take
+    # in: half a schedule is of no use.
     whole = scheduled and not config.mesh.remote and config.sampler.engine == "native"
     file = lockstep.schedule_file(paths.schedule) if whole else None
     recording = Recording(file, header_of(config, start.version))
@@ -161,7 +161,7 @@ def make_rollout_side(
         sampling = shared(config, inputs, weights, gate)
     elif config.sampler.engine == "jetstream":
         sampling = make_jetstream_sampling(config, inputs, weights, gate)
-    elif config.sampler.engine == "vllm":  # its servers run elsewhere, too, but nobody joins
+    elif config.sampler.engine == "vllm":  # its servers run elsewhere, too, but none joins
         sampling = make_foreign_sampling(config, inputs, weights, gate)
     elif config.mesh.remote:
         sampling = make_remote_sampling(

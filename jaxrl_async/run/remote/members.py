@@ -187,7 +187,7 @@ class Members:
 
     def profile(self, step: int, *, on: bool) -> None:
         """Have the first MOST_SAMPLERS samplers take a trace of a step, or end it and send it. One
-        whose connection takes nothing now has none: the trainer does not wait for it."""
+        whose connection is full takes none: the trainer does not wait for it."""
         with self._changed:
             drawing = sorted(self._drawing)
             if on:
@@ -295,7 +295,7 @@ class Members:
             return
         files = {suffix: profiled.files.get(suffix) for suffix in SUFFIXES}
         if any(getattr(data, "dtype", None) != np.uint8 for data in files.values()):
-            raise RolloutError(f"its trace of step {profiled.step} is no pair of files")
+            raise RolloutError(f"its trace of step {profiled.step} is not a pair of files")
         whole = {suffix: np.asarray(data).tobytes() for suffix, data in files.items()}
         if self._folder is not None:
             keep_trace(self._folder, profiled.step, sampler_process(name), whole)

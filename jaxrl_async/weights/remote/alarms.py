@@ -1,5 +1,4 @@
-"""Times at which something becomes due, of many things: the next ones are found without a look at
-all of them."""
+"""The next due time among many: found without a look at all of them."""
 
 import heapq
 from collections.abc import Callable, Iterator

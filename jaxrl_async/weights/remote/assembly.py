@@ -211,7 +211,7 @@ class Assembly:
 
 
 class OnDemand:
-    """A version whose host copy is made when somebody asks for a piece of it: it came, or goes,
+    """A version whose host copy is made when a sampler asks for a piece of it: it came, or goes,
     from device to device. Thread safe."""
 
     def __init__(self, make: Callable[[], Assembly | None]) -> None:

@@ -102,7 +102,7 @@ class DevicePublisher:
         self, version: int, pieces: Sequence[tuple[int, Box]]
     ) -> tuple[int, list[int]] | None:
         """Publish pieces, as (array, box), for one pull; return its number and their checksums, in
-        order; None: they are not all here. Waits until the devices have come to it."""
+        order; None: they are not all here. Waits until the devices have done it."""
         with self._lock:
             published = self._versions.get(version)
         cut = published and published.cut(pieces)
@@ -176,7 +176,7 @@ class DevicePuller:
             boxes: For each array, its distinct boxes here and their devices.
             stopped: Says why to stop; "": go on.
 
-        Raises WeightsError if a piece does not come, or comes changed.
+        Raises WeightsError if a piece does not arrive, or arrives changed.
         """
         targets = [(number, box) for number, held in enumerate(boxes) for box in held]
         pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
@@ -258,7 +258,7 @@ def _compare(
     wrong = [p for p, a, b in zip(pieces, here, sent, strict=True) if a != b]
     if wrong:
         raise WeightsError(
-            f"{len(wrong)} of {len(pieces)} pieces came changed, first of "
+            f"{len(wrong)} of {len(pieces)} pieces arrived changed, first of "
             f"{manifest.entries[wrong[0].array][0]!r}"
         )
 

@@ -77,7 +77,7 @@ class RemoteEnd:
 
         if self._sent(offer, self._session.send_now):
             sent()
-        else:  # there is no room: a thread of its own waits for it
+        else:  # there is no room: a separate thread waits for it
             name = f"offer to {self.name}"
             threading.Thread(target=wait, name=name, daemon=True).start()
 

@@ -35,13 +35,13 @@ class FasterWay:
         if not self._chosen and all(len(r) == TRIES for r in self._rates.values()):
             self._chosen = True
             log.info(
-                "weights come by remote.transfer=%s from now on (auto); GB/s were %s",
+                "weights are fetched by remote.transfer=%s from now on (auto); GB/s were %s",
                 self.next,
                 ", ".join(f"{name} {max(r) / 1e9:.2f}" for name, r in self._rates.items()),
             )
 
     def failed(self, way: str) -> None:
-        """Take note that a version did not come this way: it is tried no more."""
+        """Take note that a version did not come this way: it is not tried again."""
         if way not in self._failed:
-            log.warning("remote.transfer=auto tries %s no more", way)
+            log.warning("remote.transfer=auto does not try %s again", way)
         self._failed.add(way)

@@ -175,7 +175,7 @@ class PieceFetching:
             self._holdings.remove(version)
 
     def for_base(self, target: Params) -> "PieceFetching":
-        """See seams.Fetching. Which way is the faster is tried with the versions alone: the base
+        """See seams.Fetching. Which way is faster is measured only with versions: the base
         comes once, and may be a thousand times as large as an adapter."""
         ways = self._ways if self._ways.trial is None else replace(self._ways, trial=FasterWay())
         return PieceFetching(target, ways, self._holdings, self._server, spare=0)
@@ -362,7 +362,7 @@ class PieceFetching:
         )
 
     def _host_copy(self, leaves: Sequence[weakref.ReferenceType[Any]]) -> Assembly | None:
-        """Copy a version from the devices, to pass it on; None: the sampler has let go of it."""
+        """Copy a version from the devices, to pass it on; None: the sampler has released it."""
         arrays = [leaf() for leaf in leaves]
         if any(array is None for array in arrays):
             return None

@@ -39,7 +39,7 @@ class PieceOffering:
     """A seams.Offering: this process's shards, handed out in pieces.
 
     They are copied to host memory first, unless they are offered from device to device: then their
-    checksums are taken on the devices, and a host copy is made only for who asks for one over TCP.
+    checksums are taken on the devices, and a host copy is made only for a sampler that uses TCP.
     """
 
     def __init__(self, holdings: Holdings, ways: OfferWays) -> None:

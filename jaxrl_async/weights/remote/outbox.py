@@ -44,7 +44,7 @@ class Recipient(Protocol):
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
         """Send it without waiting, and call `sent` once the session has taken it, or never will: a
-        sampler whose queue is full delays nobody else."""
+        sampler whose queue is full does not delay the others."""
         ...
 
     def hold(self, version: int) -> None:

@@ -242,7 +242,7 @@ class PieceServer:
     def _published(
         self, version: int, pieces: Sequence[tuple[int, Box]], waiting: Callable[[], None]
     ) -> tuple[int, Sequence[int]] | None:
-        """Publish pieces: the devices come to it after what they are at, or compile it first."""
+        """Publish pieces: the devices do it after their current work, or compile it first."""
         publish = self._publish
         if publish is None:
             return None

@@ -18,7 +18,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # it belongs to who asked for it
+        except BaseException as error:  # raised where the result is asked for
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

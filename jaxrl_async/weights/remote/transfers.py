@@ -244,7 +244,7 @@ class Transfers:
         self._end(taker)
 
     def _forget(self, taker: Taker, version: int) -> None:
-        """Give a sampler as a source of this version to nobody any more."""
+        """Stop naming a sampler as a source of this version."""
         for holders in (self.holders.get(version, []), self._passing.get(version, [])):
             if taker in holders:
                 holders.remove(taker)

@@ -49,9 +49,9 @@ def make_offering(
         secret: The shared secret (wire.secret.read_secret).
         local_samplers: Whether samplers may be on this machine; False saves, with transfer=auto,
             the copy into shared memory.
-        apart: Whether samplers have machines of their own; then transfer=auto offers the weights
-            from accelerators' memory, too, and makes no host copy that nobody asks for.
-        all_agree: Whether a value is True in every process of the trainer, all of which call it
+        apart: Whether samplers have separate machines; then transfer=auto offers the weights
+            from accelerators' memory, too, and makes a host copy only on request.
+        all_agree: Whether a value is True in every process of the trainer. All of them call it
             here: what they offer must be of one kind.
 
     Raises WeightsError if it cannot listen, or if there is no shared memory; ConfigError for a
@@ -153,18 +153,18 @@ def _try_publisher(
         return publisher
     if publisher is not None:
         log.warning(
-            "remote.transfer=auto does without the way from device to device: another process of "
+            "remote.transfer=auto does not use transfer from device to device: another process of "
             "the trainer cannot offer it (see its log)"
         )
     return None
 
 
 def _or_tcp(make: Callable[..., T], *arguments: Any) -> T | None:
-    """Make one side of the way from device to device; None: it cannot be had here."""
+    """Make one side of the transfer from device to device; None: not available here."""
     try:
         return make(*arguments)
     except WeightsError as error:
-        log.warning("remote.transfer=auto does without the way from device to device: %s", error)
+        log.warning("remote.transfer=auto does not use transfer from device to device: %s", error)
         return None
 
 

@@ -173,7 +173,7 @@ def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
     got = fetching.fetch(21, where, [trainer.address], threading.Event())
     assert same_bits(got.params, tree) and got.compared and got.fallbacks == 1
     assert fetching.counts["without_device"] == before + 1
-    assert "pieces came changed, first of" in caplog.text
+    assert "pieces arrived changed, first of" in caplog.text
     trainer.withdraw(21)
 
 
@@ -345,7 +345,7 @@ def test_a_pull_that_takes_too_long_has_failed_and_tcp_brings_the_version(monkey
         offering.withdraw(version)
     assert published == [0] and fetching._ways.trial.next == TCP
     assert "it took longer than 0.5 of remote.transfer_timeout_s (1 s)" in caplog.text
-    assert "remote.transfer=auto tries device no more" in caplog.text
+    assert "remote.transfer=auto does not try device again" in caplog.text
     fetching.close()
     offering.close()
 
@@ -400,7 +400,7 @@ def test_auto_without_jaxs_server_is_tcp_on_either_side(monkeypatch, caplog):
     where = offering.offer(0, on_trainer(tree))
     got = fetching.fetch(0, where, [offering.address], threading.Event())
     assert same_bits(got.params, tree) and not fetching.counts
-    assert caplog.text.count("does without the way from device to device") == 2
+    assert caplog.text.count("does not use transfer from device to device") == 2
     fetching.close()
     offering.close()
 
