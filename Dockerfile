@@ -1,15 +1,15 @@
 # The main job in a container, for TPU hosts; --build-arg EXTRA=cuda for NVIDIA, EXTRA= for a CPU.
 #   docker build -t jaxrl_async . && docker run --rm -v "$PWD/runs:/runs" jaxrl_async configs/addition.yaml run.dir=/runs
-ARG PYTHON=3.11-slim-bookworm
+ARG PYTHON=3.12-slim-bookworm
 
 FROM python:${PYTHON} AS build
 ARG EXTRA=tpu
 WORKDIR /src
 RUN python -m venv /venv
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints-3.12.txt README.md LICENSE ./
 COPY configs ./configs
 COPY jaxrl_async ./jaxrl_async
-RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".[${EXTRA}]"
+RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints-3.12.txt ".[prometheus${EXTRA:+,$EXTRA}]"
 
 FROM python:${PYTHON}
 # A numeric user, so that Kubernetes can check that it is not root; /runs is for containers without a volume.

@@ -3,8 +3,9 @@
     python benchmarks/plans.py [--plans NAME ...] [--cache FOLDER] [--json [FILE]] [--write]
 
 Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
-but no TPU; compiled programs are read from the cache. --write puts the table into docs/plans.md,
-where the columns of other plans stay as they are.
+but no TPU, and for the plans of NVIDIA cards JAX's CUDA plugin (pip install '.[plan-cuda]'), but no
+card; compiled programs are read from the cache. --write puts the tables into docs/plans.md, one of
+TPUs and one of cards, where the columns of other plans do not change.
 """
 
 import argparse
@@ -19,34 +20,48 @@ from typing import Any
 
 from common import machine, table
 
+from jaxrl_async.plan.chips import CARDS
+
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/plans").glob("*.yaml"))
 DOCS = ROOT / "docs/plans.md"
 BEGIN, END = "<!-- begin: benchmarks/plans.py -->", "<!-- end: benchmarks/plans.py -->"
+MARKS = {
+    "libtpu": (BEGIN, END),
+    "jax-cuda13-plugin": (BEGIN.replace(".py", ".py, cards"), END.replace(".py", ".py, cards")),
+}
+"""Where the table of each compiler's plans is."""
 GIB = 2**30
 
 
 def main() -> None:
     """Run the command line."""
     args = _parser().parse_args()
-    rows, compile_s = [], 0.0
+    rows: dict[str, list[dict[str, Any]]] = {compiler: [] for compiler in MARKS}
+    compile_s = dict.fromkeys(MARKS, 0.0)
     for config in CONFIGS:
         if args.plans and config.stem not in args.plans:
             continue
         plan = made(config, args.cache)
-        rows.append(row(config.stem, plan))
-        compile_s += sum(
+        compiler = compiler_of(plan)
+        rows[compiler].append(row(config.stem, plan))
+        compile_s[compiler] += sum(
             p["compile_s"] for side in ("trainer", "sampler") for p in plan[side]["programs"]
         )
-    measured_on = {**machine(), "libtpu": version("libtpu"), "compile_s": round(compile_s)}
+    every = [one for found in rows.values() for one in found]
+    measured_on = {**machine(), "compile_s": round(sum(compile_s.values()))}
     if args.json:
-        result = json.dumps({"benchmark": "plans", "machine": measured_on, "rows": rows}, indent=2)
+        result = json.dumps({"benchmark": "plans", "machine": measured_on, "rows": every}, indent=2)
         sys.stdout.write(result + "\n") if args.json == "-" else Path(args.json).write_text(result)
     if args.json != "-":
         print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in measured_on.items()))
-        print(table(rows))
-    if args.write:
-        write(DOCS, markdown([*others(DOCS, rows), *rows], measured_on))
+        print(table(every))
+    for compiler, found in rows.items() if args.write else ():
+        if found:
+            begin, end = MARKS[compiler]
+            where = {compiler: version(compiler), "compile_s": round(compile_s[compiler])}
+            whole = [*others(DOCS, found, begin=begin, end=end), *found]
+            write(DOCS, markdown(whole, {**machine(), **where}), begin=begin, end=end)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +86,12 @@ def made(config: Path, cache: str | None) -> dict[str, Any]:
         return found
 
 
+def compiler_of(plan: dict[str, Any]) -> str:
+    """Return the package that compiled a plan."""
+    generation = plan["trainer"]["topology"].partition(":")[0]
+    return "jax-cuda13-plugin" if generation in CARDS else "libtpu"
+
+
 def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     """Return one row of the table."""
     return {
@@ -82,6 +103,7 @@ def row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         "trainer_most": _most(plan["trainer"]["memory"]["kinds"]),
         "sampler_gib": _of(plan["sampler"]["memory"]),
         "sampler_most": _most(plan["sampler"]["memory"]["kinds"]),
+        "temporaries_gib": _temporaries(plan),
         **(_together(plan) if "learning" in plan else dict.fromkeys(TOGETHER, "")),
         "checkpoint_gb": round(plan["checkpoint_bytes"] / 1e9),
     }
@@ -122,6 +144,13 @@ def _simulated(plan: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def _temporaries(plan: dict[str, Any]) -> str:
+    """Name the temporaries of each program that has more than a tenth of a GiB."""
+    programs = [p for side in ("trainer", "sampler") for p in plan[side]["programs"]]
+    large = [p for p in programs if p["temp_bytes"] > GIB / 10]
+    return ", ".join(f"{p['name']} {p['temp_bytes'] / GIB:.1f}" for p in large)
+
+
 def _shares(account: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in account.items())
 
@@ -136,10 +165,14 @@ def _most(kinds: dict[str, float]) -> str:
     return f"{name} {kinds[name] / GIB:.1f}"
 
 
-def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def others(
+    file: Path, rows: list[dict[str, Any]], *, begin: str = BEGIN, end: str = END
+) -> list[dict[str, Any]]:
     """Read the plans in the file's table that are not among these rows."""
-    text = file.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    text = file.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("|")]
+    if not lines:
+        return []
     names, *body = (line for line in lines if line[0] != "---")
     made = {row["setting"] for row in rows}
     return [
@@ -155,7 +188,7 @@ def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
     head = ["", *(r["setting"] for r in rows)]
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for key in list(rows[0])[1:] if rows else []:
-        lines.append(" | ".join([key.replace("_", " "), *(str(r[key]) for r in rows)]))
+        lines.append(" | ".join([key.replace("_", " "), *(str(r.get(key, "")) for r in rows)]))
     where = ", ".join(f"{k} {v}" for k, v in measured_on.items())
     return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
 

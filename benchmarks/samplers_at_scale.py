@@ -1,11 +1,13 @@
 """Simulate 1,024 samplers of 4 chips for an hour, while some are preempted and replaced.
 
-    python benchmarks/samplers_at_scale.py [--quick] [--settings NAME ...] [--json [FILE]] [--write]
+    python benchmarks/samplers_at_scale.py [--quick] [--settings NAME ...] [--hours 1]
+                                           [--json [FILE]] [--write]
 
 Qwen3-8B on TPU v6e: a sampler's times are set by hand, near the rates of the plan of
 configs/plans/qwen3_8b_v6e_32.yaml (they are no output of it), the trainer is as fast as all
-samplers together, a step is 131,072 answers. --write puts the table
-into docs/plans.md.
+samplers together, a step is 131,072 answers. Weights travel at the rate that was measured of this
+package's TCP transport, between processes of one machine (plan/transports.py): a sampler is one
+process, the trainer one for each 4 chips. --write puts the table into docs/plans.md.
 
 present    samplers at work, mean
 busy       of the samplers that are present
@@ -24,9 +26,11 @@ from pathlib import Path
 from common import Row, report
 from plans import write
 
+from jaxrl_async.plan.chips import CHIPS
 from jaxrl_async.plan.lengths import assumed
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree, Turnover
 from jaxrl_async.plan.simulate import simulate
+from jaxrl_async.plan.transports import TRANSPORTS, carried_bytes_per_s
 
 DOCS = Path(__file__).parent.parent / "docs/plans.md"
 BEGIN, END = (f"<!-- {word}: benchmarks/samplers_at_scale.py -->" for word in ("begin", "end"))
@@ -35,16 +39,23 @@ WARM_UP = 8
 CHIPS_PER_SAMPLER = 4
 COPY = 16.4e9
 """Bytes of the weights."""
+TCP, CARD = TRANSPORTS["tcp"], CHIPS["v6e"].dcn_bytes_per_s
 NEAR = TransferTree(
     num_bytes=COPY,
-    trainer_bytes_per_s=SAMPLERS * 12.5e9,  # of each chip's share of its host's NICs
-    sampler_bytes_per_s=CHIPS_PER_SAMPLER * 12.5e9,
+    trainer_bytes_per_s=carried_bytes_per_s(
+        TCP, hosts=SAMPLERS // CHIPS_PER_SAMPLER, network_bytes_per_s=SAMPLERS * CARD
+    ),
+    sampler_bytes_per_s=carried_bytes_per_s(
+        TCP, hosts=1, network_bytes_per_s=CHIPS_PER_SAMPLER * CARD
+    ),
+    offer_s=0.04,  # CPU of the trainer's process, benchmarks/offers.py
     fanout=2,
     hop_s=0.01,
     stage_s=COPY / (CHIPS_PER_SAMPLER * 8e9),  # over PCIe
 )
 FAR = replace(NEAR, trainer_bytes_per_s=12.5e9, sampler_bytes_per_s=1.25e9)
-"""Samplers in another region: 100 Gbit/s out of the trainer's, 10 to each sampler."""
+"""Samplers in another region: 100 Gbit/s out of the trainer's, 10 to each sampler, which is less
+than the transport carries."""
 BACK = Turnover(
     preempted_per_minute=1.0,
     handover_s=2.0,
@@ -148,10 +159,11 @@ def main() -> None:
     names = [scene.name for scene in SCENES]
     words.add_argument("--quick", action="store_true", help="16 samplers, ten minutes")
     words.add_argument("--settings", nargs="+", choices=names, default=names)
+    words.add_argument("--hours", type=float, default=1.0, help="that are simulated")
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     words.add_argument("--write", action="store_true", help="the table into docs/plans.md")
     args = words.parse_args()
-    samplers, hours = (16, 1 / 6) if args.quick else (SAMPLERS, 1.0)
+    samplers, hours = (16, 1 / 6) if args.quick else (SAMPLERS, args.hours)
     rows = []
     for scene in SCENES:
         if scene.name in args.settings:

@@ -3,15 +3,16 @@ structure, one buffer for arrays.
 
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
-Only the dataclasses and enums that the reader names can be loaded; there is no pickle.
+Only the dataclasses and enums that the reader names can be loaded; there is no pickle. What many
+messages have in common is converted once (`Encoded`) and stored among the arrays in this form.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -61,15 +62,40 @@ def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
 
     Raises ValueError for other bytes, whoever made them.
     """
-    raw = np.ascontiguousarray(data, np.uint8).data
+    try:
+        return _loaded(np.ascontiguousarray(data, np.uint8).data, _kinds_by_name(tuple(kinds)))
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"not a record of this program: {error}") from None
+
+
+class Encoded(Mapping[str, Any]):
+    """A mapping that goes into many messages, and is converted to bytes once for all of them. It is
+    loaded as a plain one."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        """value: it must not change any more."""
+        self._value = value
+
+    @cached_property
+    def data(self) -> Bytes:
+        """What `dumps` makes of the mapping."""
+        return dumps(dict(self._value))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._value[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._value)
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+
+def _loaded(raw: memoryview, known: Mapping[str, type]) -> Any:
     size = int.from_bytes(raw[:8], "little") if len(raw) >= 8 else -1
     if not 0 <= size <= len(raw) - 8:
         raise ValueError("not a record of this program: its head is torn")
-    try:
-        tree = json.loads(bytes(raw[8 : 8 + size]))
-        return _decoded(tree, raw[8 + size :], _kinds_by_name(tuple(kinds)), [0])
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"not a record of this program: {error}") from None
+    return _decoded(json.loads(bytes(raw[8 : 8 + size])), raw[8 + size :], known, [0])
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +131,8 @@ def _encoded_other(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return {KIND: "tuple", "items": [_encoded(v, arrays) for v in value]}
     if isinstance(value, list):
         return [_encoded(v, arrays) for v in value]
+    if isinstance(value, Encoded):
+        return {KIND: "encoded", "of": _encoded(value.data, arrays)}
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         encoded = {k: _encoded(v, arrays) for k, v in value.items()}
         return {KIND: "mapping", "fields": encoded} if KIND in value else encoded
@@ -148,7 +176,9 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
         return _decoded_fields(value, buffer, known, at)
     kind = value[KIND]
     if kind == "array":
-        return _decoded_array(value, buffer, at)
+        return _view(value, buffer, at).copy()
+    if kind == "encoded":  # not copied: within one there may be another
+        return _loaded(_view(value["of"], buffer, at).reshape(-1).view(np.uint8).data, known)
     if kind == "mapping":  # a mapping that itself has the key KIND
         return _decoded_fields(value["fields"], buffer, known, at)
     if kind == "tuple":
@@ -167,7 +197,7 @@ def _decoded_fields(
     }
 
 
-def _decoded_array(head: Mapping[str, Any], buffer: memoryview, at: list[int]) -> NDArray[Any]:
+def _view(head: Mapping[str, Any], buffer: memoryview, at: list[int]) -> NDArray[Any]:
     dtype, shape, count = _named_dtype(head["dtype"]), head["shape"], 1
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**48:
@@ -176,4 +206,4 @@ def _decoded_array(head: Mapping[str, Any], buffer: memoryview, at: list[int]) -
     start, at[0] = at[0], at[0] + dtype.itemsize * count
     if at[0] > len(buffer):
         raise ValueError("not a record of this program: an array is torn")
-    return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape).copy()
+    return np.frombuffer(buffer[start : at[0]], dtype).reshape(shape)

@@ -1,13 +1,12 @@
 """Split devices into a trainer slice and sampler slices; one table a role says how to shard."""
 
 import functools
-import importlib.util
 import logging
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,7 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.config import schema
 from jaxrl_async.config.processes import mesh_devices_per_process
 from jaxrl_async.errors import ConfigError, MeshError
-from jaxrl_async.host import has_tpu
+from jaxrl_async.host import (
+    CUDA_PLUGIN,
+    card_out_of_reach,
+    has_nvidia,
+    has_tpu,
+    jax_plugins,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +54,12 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
 tokens: rows and lengths flattened into one axis, in the order of model/layout.py; looked_up: the
 same while the embedding's columns are sharded over fsdp."""
 
+IN_SLICE_RULES: dict[str, str | tuple[str, ...] | None] = {
+    name: tuple(a for a in axes if a != "data") if isinstance(axes, tuple) else axes
+    for name, axes in TRAINER_RULES.items()
+}
+"""The trainer's rules where each part of the axis data computes separately (`by_slice`)."""
+
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
     "embed": None,
@@ -61,15 +72,23 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
 Along the other axes of its mesh, devices repeat the same work."""
 
 
-def skip_absent_tpu() -> None:
-    """Keep JAX from starting libtpu, which logs many errors, on a host without any accelerator.
+def skip_absent_accelerators() -> None:
+    """Keep JAX from starting libtpu, which logs many errors, and the CUDA plugin, which logs its
+    own failure, on a host without any accelerator: either may be installed only for its compiler.
 
-    Without effect if JAX_PLATFORMS names a platform or JAX has found chips.
+    Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
+    are plugins of others. A user of the CUDA plugin may have wanted a card: the log says once
+    that the process uses the CPU, and what to do.
     """
-    plugins = importlib.util.find_spec("jax_plugins") is not None  # of GPUs and others
+    plugins = jax_plugins()
+    others = any(not name.startswith(CUDA_PLUGIN) for name in plugins)
+    cards = bool(plugins) and has_nvidia()
     asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
-    if not (plugins or asked or has_tpu()):
-        jax.config.update("jax_platforms", "cpu")
+    if others or cards or asked or has_tpu():
+        return
+    jax.config.update("jax_platforms", "cpu")  # a second call finds it asked for
+    if problem := card_out_of_reach(plugins):
+        log.warning("%s. To do: %s.", *problem)
 
 
 def have_threads_for_collectives() -> None:
@@ -316,6 +335,62 @@ def spec_for(
         else:
             entries.append(None)
     return PartitionSpec(*entries)
+
+
+def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -> Any:
+    """Return a function run by each part of the axis data on its own part of some arguments.
+
+    What it computes crosses no slice, so nothing that the other axes divide changes: inside, the
+    mesh has no axis data (`trainer_rules`, `placement`, `divided`). Its results get an axis in
+    front, one entry for each part.
+
+    Args:
+        function: what is computed.
+        mesh: a trainer's.
+        in_axes: for each argument "data", if its first axis is divided; None: every part has it.
+    """
+
+    def one(*given: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], function(*given))
+
+    specs = tuple(PartitionSpec(*([axis] if axis else [])) for axis in in_axes)
+    return jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
+def is_in_slice() -> bool:
+    """Return whether what is traced is computed by each part of the axis data (`by_slice`)."""
+    return "data" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def trainer_rules() -> Rules:
+    """Return how the trainer shards logical axes where this is traced."""
+    return IN_SLICE_RULES if is_in_slice() else TRAINER_RULES
+
+
+def placement(mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Return a sharding on a trainer's mesh, for what is traced here."""
+    return spec if is_in_slice() else NamedSharding(mesh, spec)
+
+
+def devices_here(mesh: Mesh) -> int:
+    """Return over how many devices what is traced here is divided."""
+    return mesh.size // (mesh.shape["data"] if is_in_slice() else 1)
+
+
+def divided(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    """Return a function run by each device on its own parts, of the mesh or of its slice."""
+    where: dict[str, Any] = {"mesh": mesh}
+    if is_in_slice():
+        where = {"axis_names": set(mesh.axis_names) - {"data"}}
+    # a pallas_call does not say over which axes its result varies
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
 
 
 def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:

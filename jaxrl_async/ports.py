@@ -48,6 +48,10 @@ class Session(Protocol):
         ended."""
         ...
 
+    def send_now(self, message: Any) -> bool:
+        """Queue a message as `send` does if there is room; if not, return False immediately."""
+        ...
+
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """Call a function with each message of a kind, on the session's own thread, in the order of
         sending. A message without a handler waits for one, and later ones behind it. A handler must

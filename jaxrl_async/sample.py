@@ -5,8 +5,8 @@ need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback
 one at each start, which this command finds if the same user starts it on the same machine.
 
 Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
-line or configuration; 75 ended by SIGTERM or SIGHUP, with what was running handed back to the
-trainer.
+line or configuration; 69 no trainer answered within --wait; 75 ended by SIGTERM or SIGHUP, with
+what was running handed back to the trainer.
 """
 
 import argparse
@@ -21,14 +21,16 @@ from pathlib import Path
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
-from jaxrl_async.errors import ConfigError, JaxrlError, is_out_of_memory, shown
+from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
+from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
+from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
-from jaxrl_async.run.signals import end_on_ctrl_c
+from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
 from jaxrl_async.shown_environment import hide_secrets
 
 AXES = tuple(AxesSection.model_fields)
@@ -60,31 +62,14 @@ def _sample(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     end_on_ctrl_c()
     try:
-        axes, cores = axes_of(args.mesh), cores_of(args.cores)
-        if cores:
-            os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
-        # Loaded late, so that --help and a typo answer without importing JAX.
-        place = distributed.join_sampler_processes(section_of(args))
-        if args.decoder:
-            importlib.import_module("jaxrl_async.model.own_code").load_code(
-                args.decoder, "--decoder"
-            )
-        process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
-        joining = process.Joining(
-            address=args.join,
-            name=args.name,
-            axes=axes,
-            wait_s=args.wait,
-            once=args.once,
-            process=0 if place is None else place.process_id,
-            processes=1 if place is None else place.num_processes,
-            remote=connections_of(args),
-        )
-        code: int = process.run_sampler(joining)
-        return code
+        with health_endpoint():
+            return _joined(args)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
+    except Disconnected as error:
+        print(f"{type(error).__name__}: {shown(str(error))}", file=sys.stderr)
+        return NO_TRAINER_CODE
     except JaxrlError as error:
         print(f"{type(error).__name__}: {shown(str(error))}", file=sys.stderr)
         return 1
@@ -93,11 +78,36 @@ def _run(args: argparse.Namespace) -> int:
             if print_exception():
                 return 1
             raise
+        more = more_of_a_gpu() if has_nvidia() else ""
         print(
-            f"out of memory: {error}\nLower sampler.slots, or give --mesh more devices.",
+            f"out of memory: {error}\n{more}Lower sampler.slots, or give --mesh more devices.",
             file=sys.stderr,
         )
         return 1
+
+
+def _joined(args: argparse.Namespace) -> int:
+    """Join the run, and return the exit code."""
+    axes, cores = axes_of(args.mesh), cores_of(args.cores)
+    if cores:
+        os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
+    # Loaded late: --help and a typo answer without importing JAX.
+    place = distributed.join_sampler_processes(section_of(args))
+    if args.decoder:
+        importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
+    process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
+    joining = process.Joining(
+        address=args.join,
+        name=args.name,
+        axes=axes,
+        wait_s=args.wait,
+        once=args.once,
+        process=0 if place is None else place.process_id,
+        processes=1 if place is None else place.num_processes,
+        remote=connections_of(args),
+    )
+    code: int = process.run_sampler(joining)
+    return code
 
 
 def section_of(args: argparse.Namespace) -> DistributedSection:

@@ -22,8 +22,10 @@ from contextlib import ExitStack
 from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
+from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.guarded_stream import guarded_output
+from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
@@ -78,6 +80,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
             print(dump(whole), end="")
             return 0
         told.enter_context(guarded_output())
+        told.enter_context(health_endpoint())
         # Loaded late, so that --help and a typo in a config answer without importing JAX.
         told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)
@@ -100,7 +103,8 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         return distributed.leave(1)
     except Exception as error:
         if is_out_of_memory(error):
-            print(f"out of memory: {str(error)[:200]}\n{SMALLER}", file=sys.stderr)
+            more = more_of_a_gpu() if has_nvidia() else ""
+            print(f"out of memory: {str(error)[:200]}\n{more}{SMALLER}", file=sys.stderr)
         elif not print_exception():
             if not distributed.is_shared():
                 raise

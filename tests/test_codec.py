@@ -1,6 +1,7 @@
 """Records as bytes: what comes back equals what went in, and nothing else comes out."""
 
 import json
+import tracemalloc
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from jaxrl_async.codec import dumps, loads
+from jaxrl_async import codec
+from jaxrl_async.codec import Encoded, dumps, loads
 from jaxrl_async.testing.fakes import make_group
 from jaxrl_async.types import Drop, KeptTokens, StopReason, Ticket
 
@@ -124,3 +126,52 @@ def test_bytes_that_are_nested_without_end_are_refused(opens):
     text = opens * 50_000 + "1" + {"[": "]"}.get(opens, "}") * 50_000
     with pytest.raises(ValueError, match="not a record"):
         loads(written(text))
+
+
+@given(st.dictionaries(st.text() | st.just("!"), TREES, max_size=4))
+def test_what_is_encoded_once_is_loaded_as_a_plain_mapping(mapping):
+    tree = {"before": np.arange(3), "where": Encoded(mapping), "after": np.ones(2)}
+    back = loads(dumps(tree))
+    assert type(back["where"]) is dict
+    expected = loads(dumps({**tree, "where": mapping}))
+    assert dumps(back).tobytes() == dumps(expected).tobytes()
+
+
+def test_a_mapping_in_many_messages_is_converted_once(monkeypatch):
+    converted = []
+    encode = codec._encoded
+    monkeypatch.setattr(codec, "_encoded", lambda v, a: converted.append(v) or encode(v, a))
+    shared = Encoded({"holders": [{"shards": [[n, [[0, 1]], n]]} for n in range(100)]})
+    for number in range(50):
+        dumps({"version": number, "where": shared})
+    assert shared["holders"][7]["shards"] == [[7, [[0, 1]], 7]] and len(shared) == 1
+    assert len(converted) < 2000, "one of these mappings takes 900"
+
+
+def test_encoded_within_encoded_takes_no_room_of_its_own():
+    tree = Encoded({"a": np.zeros(1 << 20, np.uint8)})
+    for _ in range(20):
+        tree = Encoded({"a": tree})
+    data = dumps(tree)
+    tracemalloc.start()
+    loads(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * data.size, "a stranger's levels would multiply it"
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        {"!": "array", "dtype": "<f8", "shape": [1, 2]},
+        {"!": "array", "dtype": "|u1", "shape": []},
+        {"!": "array", "dtype": "|u1", "shape": [4]},
+        {"!": "tuple", "items": []},
+        7,
+    ],
+)
+def test_what_is_encoded_wrongly_is_refused(of):
+    text = json.dumps({"!": "encoded", "of": of}).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(range(200, 232))
+    with pytest.raises(ValueError, match=r"record|JSON|value"):
+        loads(np.frombuffer(data, np.uint8))

@@ -197,10 +197,23 @@ def test_ci_runs_the_second_command_of_readme_and_prints_its_result_last():
     assert found.stdout == second
 
 
-def test_the_main_job_names_every_dependency_in_the_constraints():
+CONSTRAINTS = sorted(path.name for path in ROOT.glob("constraints*.txt"))
+
+
+def test_each_python_that_is_tested_has_its_constraints():
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    minors = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', pyproject)
+    assert minors[0] == "3.11", "which is that of constraints.txt"
+    assert ["constraints.txt", *(f"constraints-{m}.txt" for m in minors[1:])] == [
+        "constraints.txt", *(name for name in CONSTRAINTS if name != "constraints.txt")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", CONSTRAINTS)
+def test_the_main_job_names_every_dependency_in_the_constraints(file):
     names = {
         re.sub(r"[-_.]+", "-", line.split("==")[0]).lower()
-        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
         if "==" in line
     }
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -209,8 +222,9 @@ def test_the_main_job_names_every_dependency_in_the_constraints():
     assert [n for n in needed if re.sub(r"[-_.]+", "-", n).lower() not in names] == []
 
 
-def test_constraints_are_names_and_versions_only():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("file", CONSTRAINTS)
+def test_constraints_are_names_and_versions_only(file):
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     odd = [x for x in lines if not re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", x)]
     assert odd == []
 
@@ -231,6 +245,7 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 
 BESIDE = {
+    "sampler.engine=jetstream": ["eval.temperature=1"],
     "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],

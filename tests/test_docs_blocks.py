@@ -1,7 +1,7 @@
 """Every code block of README and docs is run, loaded or checked against what it names."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -30,6 +30,8 @@ PARTNERS = {
     "from jaxrl_async.model.adapter_stack": "several adapters: tests/sampler/test_adapters.py",
 }
 """Blocks of Python that need another side, by page or some words, and who runs what they do."""
+if importlib.util.find_spec("jetstream") is None:
+    PARTNERS["interop.jetstream import"] = "an engine's interface: tests/interop"
 
 
 def blocks() -> list[tuple[str, str, str]]:

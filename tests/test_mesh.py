@@ -1,8 +1,10 @@
 """Devices in slices, what lies where on them, and taking turns."""
 
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from jaxrl_async import host, mesh
 from jaxrl_async.config import schema
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import (
@@ -272,3 +275,38 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "never happened"
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "driver", "platforms", "told"),
+    [
+        (["xla_cuda13"], False, None, 1),
+        (["xla_cuda12", "xla_cuda13"], False, None, 1),
+        (["xla_cuda13"], True, None, 0),  # JAX itself tries it, and says what fails
+        (["xla_cuda13"], False, "cpu", 0),
+        ([], False, None, 0),
+    ],
+)
+def test_a_cuda_plugin_without_a_driver_is_told_once(
+    tmp_path, monkeypatch, caplog, plugins, driver, platforms, told
+):
+    for name in plugins:
+        (tmp_path / "jax_plugins" / name).mkdir(parents=True)
+        (tmp_path / "jax_plugins" / name / "__init__.py").touch()
+    (tmp_path / "driver").touch()
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(host, "NVIDIA_FILES", (str(tmp_path / "driver"),) if driver else ("no",))
+    monkeypatch.setattr(host, "TPU_FILES", ("no",))
+    config = SimpleNamespace(jax_platforms=platforms)
+    config.update = lambda name, value: setattr(config, name, value)
+    monkeypatch.setattr(mesh.jax, "config", config)
+    mesh.skip_absent_accelerators()
+    mesh.skip_absent_accelerators()
+    assert config.jax_platforms == (None if driver else "cpu")
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(lines) == told
+    for line in lines:
+        assert all(f"jax-{name.removeprefix('xla_')}-plugin" in line for name in plugins)
+        assert "driver is not here (none of /dev/no)" in line and "computes on the CPU" in line
+        assert "install the driver" in line and "JAX_PLATFORMS=cpu" in line

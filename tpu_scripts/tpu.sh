@@ -122,8 +122,8 @@ install() {
     on_hosts all "set -eu
         rm -rf $FOLDER && mkdir $FOLDER && tar -C $FOLDER -xzf $FOLDER.tar.gz
         python3 -m pip install --user --quiet uv
-        cd $FOLDER && ~/.local/bin/uv venv --quiet --python 3.11 .venv
-        ~/.local/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[tpu]'"
+        cd $FOLDER && ~/.local/bin/uv venv --quiet --python 3.12 .venv
+        ~/.local/bin/uv pip install --quiet --python .venv/bin/python -c constraints-3.12.txt -e '.[tpu]'"
     if [[ ${RUNS-} == gs://* ]]; then
         on_hosts all "set -eu
             command -v gcsfuse >/dev/null || {

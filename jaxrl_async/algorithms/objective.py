@@ -253,6 +253,22 @@ def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
     return loss, jax.lax.stop_gradient(report)
 
 
+def merged_parts(totals: Totals) -> Totals:
+    """Combine the totals of parts of a micro-batch, [parts, ...] each, as `summarize` combines
+    the totals of micro-batches; inside jit."""
+
+    def over(combine: Any, tree: Any) -> Any:
+        return jax.tree.map(lambda x: combine(x, axis=0), tree)
+
+    return Totals(
+        sums=over(jnp.sum, totals.sums),
+        means=over(jnp.sum, totals.means),
+        maxima=over(jnp.max, totals.maxima),
+        minima=over(jnp.min, totals.minima),
+        load=over(jnp.sum, totals.load),
+    )
+
+
 def summarize(totals: Sequence[Totals]) -> dict[str, float]:
     """Combine all micro-batches' totals, on the host, into one report.
 

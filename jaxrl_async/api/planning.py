@@ -1,6 +1,6 @@
 """Plan a run from Python: what `jaxrl-async plan` prints and writes, as an object.
 
-The compiler for TPUs needs a process of its own, whatever this one does with JAX.
+The compilers for TPUs and for NVIDIA cards run in a separate process, however this one uses JAX.
 """
 
 import json
@@ -53,13 +53,15 @@ def plan(
     lengths: str | Path | Sequence[int] | Mapping[int, float] | None = None,
     cache: str | Path | None = None,
 ) -> PlannedRun:
-    """Compile a run's programs for TPU slices that need not exist, and return its plan; blocks for
-    minutes unless they are cached, and logs what it compiles. Needs libtpu, and no TPU.
+    """Compile a run's programs for TPU slices, or NVIDIA cards, that need not exist, and return its
+    plan; blocks for minutes unless they are cached, and logs what it compiles. Needs libtpu, or
+    JAX's CUDA plugin, and no accelerator.
 
     Args:
         config: a YAML file, recipe:NAME, sections, or a Config.
-        topology: the trainer's slice, such as "v5e-64" or "v5e:8x8"; what trainer and samplers
-            divide unless the samplers are elsewhere (mesh.samplers_in).
+        topology: the trainer's slice, such as "v5e-64" or "v5e:8x8", or its cards, such as
+            "h100-8"; what trainer and samplers divide unless the samplers are elsewhere
+            (mesh.samplers_in).
         overrides: settings, as `section.key=value`.
         sampler_topology: chips of all samplers together, each on a slice of its own, where they
             are elsewhere; None: as mesh says.

@@ -125,7 +125,7 @@ class Contents:
     @property
     def slots(self) -> int:
         """Uses of groups that are outstanding."""
-        left = sum(self._reuse - self.uses[n] for n in self.kept)
+        left = self._reuse * len(self.kept) - sum(self.uses.values())
         return len(self.pending) * self._reuse + sum(self.taken.values()) + left
 
     @property

@@ -31,7 +31,7 @@ from jaxrl_async.buffer.contents import (
 )
 from jaxrl_async.buffer.judge import Judge
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.select import Rank, select, select_again, strict
+from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports import Clock
 from jaxrl_async.staleness import (
@@ -131,6 +131,8 @@ class ReplayBuffer:
         self._contents = Contents(settings.reuse)
         self._judge, self._judge_again = Judge(), Judge()  # of ready groups, of kept ones
         self._last_draw = LastDraw()
+        # while a draw waits: only a group of at most this number can fill its step; None: look
+        self._waits_for: int | None = None
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._cancelled: list[CancelledGroup] = []  # since the last draw
         self._version = 0  # that the trainer draws for
@@ -176,6 +178,8 @@ class ReplayBuffer:
                 return Drop.NO_SIGNAL
             self._contents.put(group)
             self._contents.tally.barren = 0
+            if self._waits_for is not None and number <= self._waits_for:
+                self._waits_for = None
             self._changed.notify_all()
             return None
 
@@ -187,6 +191,7 @@ class ReplayBuffer:
             assert number not in self._contents.ready, f"group {number} has been put already"
             if not self._contents.fail(number, reason):
                 return
+            self._waits_for = None
             self._note(fail=number, reason=reason.value)
             self._ledger.write(
                 "dropped", group=number, prompt=prompt.prompt_id, reason=reason.value
@@ -201,6 +206,7 @@ class ReplayBuffer:
             assert number not in self._contents.ready, f"group {number} has been put already"
             if not self._contents.fail(number, Drop.STALE):
                 return
+            self._waits_for = None
             facts = {"oldest": group.oldest, "lengths": list(group.lengths)}
             self._note(fail=number, reason=Drop.STALE.value, **facts)
             self._cancelled.append(group)
@@ -233,6 +239,7 @@ class ReplayBuffer:
         """
         start = self._clock()
         with self._changed:
+            self._waits_for = None
             self._tell_age(version)
             complete = self._wait(lambda: self._complete(version), timeout_s)
             waited_s = self._clock() - start
@@ -274,6 +281,8 @@ class ReplayBuffer:
                 facts = {"version": draw.version, "oldest": group.oldest_version}
                 self._ledger.write("returned", group=group.ticket.group, **facts)
             self._contents.give_back(draw)
+            self._judge.forget()
+            self._judge_again.forget()
             self._changed.notify_all()
 
     def pause(self) -> None:
@@ -375,8 +384,8 @@ class ReplayBuffer:
         reuse = self._settings.reuse if self._settings.waits else 1
         return may_admit(self._active(), self._capacity, reuse)
 
-    def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the fresh groups to take, and of those to use again."""
+    def _fresh(self, version: int) -> tuple[int, ...]:
+        """Return the numbers of the fresh groups to take."""
         settings, contents = self._settings, self._contents
         fresh = select(
             list(contents.pending),
@@ -386,8 +395,14 @@ class ReplayBuffer:
             rank=settings.rank,
             version=version,
         )
+        return fresh
+
+    def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the fresh groups to take, and of those to use again."""
+        settings, fresh = self._settings, self._fresh(version)
         missing = settings.groups_per_step - len(fresh)
-        return fresh, select_again(contents.kept, missing, rank=settings.rank, version=version)
+        again = select_again(self._contents.kept, missing, rank=settings.rank, version=version)
+        return fresh, again
 
     def _complete(self, version: int) -> bool:
         """Drop what may not be trained on; return whether a step can be filled."""
@@ -401,8 +416,11 @@ class ReplayBuffer:
             self._retire(number, version)
         wanted = settings.groups_per_step
         enough = len(contents.ready) + len(contents.kept) >= wanted
-        if enough and sum(map(len, self._selected(version))) == wanted:
-            return True
+        if enough and self._waits_for is None:
+            fresh = self._fresh(version)
+            if len(fresh) + len(contents.kept) >= wanted:
+                return True
+            self._waits_for = waited_for(contents.pending, frozenset(fresh), settings.lookahead)
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
         self._raise_if_hopeless()
@@ -438,6 +456,7 @@ class ReplayBuffer:
     def _drop(self, group: EpisodeGroup, reason: Drop, version: int) -> None:
         """Remove a finished group for good; its slot is free."""
         self._contents.drop(group, reason)
+        self._waits_for = None
         self._dropped.append((group, reason))
         self._ledger.write("dropped", reason=reason.value, **_facts(group, version))
         self._changed.notify_all()

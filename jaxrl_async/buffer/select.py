@@ -8,8 +8,9 @@ in staleness.py needs. With lookahead 0 the window is one group, and fresh group
 in order of admission whatever the rank.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -76,17 +77,31 @@ def select(
         rank: orders those that may be taken.
         version: about to be improved.
     """
-    ranks = {n: (rank(group, version), n) for n, group in ready.items()}
-    waiting = list(pending)
-    taken: list[int] = []
+    waiting, later, window = deque(pending), deque(pending), list[tuple[float, int]]()
+    taken = dict[int, None]()
     while waiting and len(taken) < count:
-        end = bisect_right(waiting, waiting[0] + lookahead)
-        window = [(ranks[n], at) for at, n in enumerate(waiting[:end]) if n in ready]
+        end = waiting[0] + lookahead
+        while later and later[0] <= end:
+            if (number := later.popleft()) in ready:
+                heappush(window, (rank(ready[number], version), number))
         if not window:
             break
-        _, at = min(window)
-        taken.append(waiting.pop(at))
+        taken[heappop(window)[1]] = None
+        while waiting and waiting[0] in taken:
+            waiting.popleft()
     return tuple(taken)
+
+
+def waited_for(pending: Iterable[int], taken: Container[int], lookahead: int) -> int:
+    """Return the highest number of a group that would let `select` take more than it has, once it
+    is ready; -1: all are taken. Any above it changes nothing.
+
+    Args:
+        pending, lookahead: see `select`.
+        taken: what `select` returned, fewer than it was asked for.
+    """
+    oldest = next((n for n in pending if n not in taken), None)
+    return -1 if oldest is None else oldest + lookahead
 
 
 def select_again(

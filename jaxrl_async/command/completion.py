@@ -21,7 +21,7 @@ CONFIGURED = ("train", "plan", "doctor")
 """Commands that take a configuration and settings."""
 OPTIONS = {
     "train": "--help --print-config --resume --replay-schedule",
-    "plan": "--help --topology --sampler-topology --lengths --write --json --cache",
+    "plan": "--help --topology --num-slices --sampler-topology --lengths --write --json --cache",
     "doctor": "--help --timeout",
     "view": "--help --host --port",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "

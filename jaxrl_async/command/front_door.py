@@ -35,7 +35,9 @@ COMMANDS = {
         "train", "train a policy or a reward model: CONFIG [section.key=value ...]", computes=True
     ),
     "recipes": Command("command.recipe_list", "list the configurations that come with the package"),
-    "plan": Command("plan.__main__", "compile a run for TPU slices that need not exist"),
+    "plan": Command(
+        "plan.__main__", "compile a run for TPU slices or NVIDIA cards that need not exist"
+    ),
     "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
     "view": Command("view.__main__", "show runs on a page that follows them: RUN ..."),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),

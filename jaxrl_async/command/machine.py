@@ -19,7 +19,16 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
-from jaxrl_async.host import TPU_FILES, has_tpu, host_memory, version_of
+from jaxrl_async.host import (
+    TPU_FILES,
+    card_out_of_reach,
+    gpu_memory,
+    has_nvidia,
+    has_tpu,
+    host_memory,
+    jax_plugins,
+    version_of,
+)
 from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
@@ -33,6 +42,7 @@ stats = devices[0].memory_stats() or {}
 print(json.dumps({
     "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
     "memory": stats.get("bytes_limit"), "used": stats.get("bytes_in_use"),
+    "capability": getattr(devices[0], "compute_capability", None),
 }))
 """
 """Run by another Python to see the devices."""
@@ -45,7 +55,8 @@ class Devices:
     platform: str
     kind: str
     count: int
-    memory: int | None  # bytes of one; None: not told (a CPU)
+    memory: int | None  # bytes of one; None: not reported (a CPU)
+    capability: str | None = None  # of an NVIDIA card, such as "9.0"; None: another device
 
 
 # ---- packages
@@ -64,13 +75,21 @@ def package_findings() -> Iterator[Finding]:
         yield Finding(
             "warning",
             "jaxrl_async is used without being installed, so its packages cannot be compared",
-            "pip install -c constraints.txt -e .",
+            f"pip install -c {constraints_file()} -e .",
         )
         return
     needed = [one for one in asked if one.marker is None]
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
     shown = [f"{name} {version_of(name)}" for name in SHOWN if version_of(name)]
     yield Finding("ok", ", ".join(shown))
+    jax = version_of("jax")
+    for plugin in CUDA_PLUGINS:
+        if (own := version_of(plugin)) not in ("", jax):
+            yield Finding(
+                "error",
+                f"{plugin} is {own}, and jax is {jax}: JAX uses no plugin of another version",
+                f"pip install '{plugin}=={jax}'",
+            )
     there, absent = set[str](), set[str]()
     for one in asked:
         if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
@@ -79,6 +98,12 @@ def package_findings() -> Iterator[Finding]:
                 yield wrong
     missing = f"; not installed: {', '.join(sorted(absent - there))}" if absent - there else ""
     yield Finding("ok", f"extras: {', '.join(sorted(there)) or 'none'}{missing}")
+
+
+def constraints_file() -> str:
+    """Return the name of the file with the versions that are tested on this Python."""
+    minor = min(max(sys.version_info.minor, 11), 13)
+    return "constraints.txt" if minor == 11 else f"constraints-3.{minor}.txt"
 
 
 SHOWN = (
@@ -107,6 +132,7 @@ ACCELERATORS = {
     "cuda13": "jax-cuda13-plugin",
 }
 """What the extras of jax bring."""
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def _wrong_version(one: Requirement, level: Any) -> Finding | None:
@@ -136,11 +162,14 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
     told, error = _asked(timeout_s)
     if told is None:
         return None, [_no_devices(error)]
-    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"])
+    capability = None if told["capability"] is None else str(told["capability"])
+    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"], capability)
     each = f" with {gib(devices.memory)} each" if devices.memory else ""
     findings = [
         Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
     ]
+    if devices.platform == "gpu":
+        findings.append(_share_finding())
     if devices.platform != "cpu":
         return devices, findings
     if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
@@ -153,7 +182,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[tpu]'",
             )
         )
-    elif Path("/dev/nvidia0").exists():
+    elif has_nvidia():
         findings.append(
             Finding(
                 "warning",
@@ -161,7 +190,25 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
                 "pip install 'jaxrl_async[cuda]'",
             )
         )
+    elif problem := card_out_of_reach(jax_plugins()):
+        findings.append(Finding("warning", *problem))
     return devices, findings
+
+
+def _share_finding() -> Finding:
+    """Say how much of each GPU JAX takes, and when."""
+    memory = gpu_memory()
+    if memory.problem:
+        return Finding("warning", memory.problem)
+    if not memory.pooled:
+        return Finding("ok", "JAX takes memory of each GPU as it is needed, without a limit of its "
+                       "own (XLA_PYTHON_CLIENT_ALLOCATOR=platform)")  # fmt: skip
+    how = "at its start" if memory.preallocated else "as it is needed"
+    return Finding(
+        "ok",
+        f"JAX takes {memory.share:.0%} of each GPU {how} ({memory.variable}, "
+        "XLA_PYTHON_CLIENT_PREALLOCATE): processes that share one need shares below 1 together",
+    )
 
 
 def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:

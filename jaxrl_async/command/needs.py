@@ -16,15 +16,14 @@ from jaxrl_async.config.schema import Config, each_of, name_of
 from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
-from jaxrl_async.host import host_memory
-from jaxrl_async.model.frozen_base import base_bytes, form_of
+from jaxrl_async.host import host_memory, more_of_a_gpu
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
+from jaxrl_async.run.builders.device_memory import both_bytes, sampler_bytes, trainer_bytes
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
 from jaxrl_async.run.start import check_names, check_paths, hub_names, with_hub_folders
-from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 
@@ -92,6 +91,10 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
 
     devices: what JAX sees; None: not known.
     """
+    if devices is None:
+        config = config.on_devices("cpu")
+    else:
+        config = config.on_devices(devices.platform, devices.capability)
     yield from _extras(config)
     yield from _tried("names of functions and tasks", lambda: check_names(config))
     yield from _own_files(config)
@@ -200,14 +203,27 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         "choose a smaller model, train an adapter (model.lora.rank), lower sampler.slots or "
         "sampler.max_length, or take more devices"
     )
+    if devices is not None and devices.platform == "gpu":
+        smaller = more_of_a_gpu() + smaller
+    if devices is not None and devices.platform != "cpu" and devices.memory is None:
+        kept = max(trainer / mesh.trainer.num_devices, sampler / mesh.sampler.num_devices)
+        yield Finding(
+            "warning",
+            f"memory of a device: {gib(kept)} at least, and JAX does not report the limit",
+            "look at the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` knows what "
+            "a run needs",
+        )
+        return
     if devices is None or devices.memory is None:
         here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
+        if mesh.colocated and sampler:
+            here = both_bytes(config, spec)
         yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
         return
     each_trainer = trainer / mesh.trainer.num_devices
     each_sampler = sampler / mesh.sampler.num_devices
     if mesh.colocated:
-        both = each_trainer + each_sampler
+        both = both_bytes(config, spec) / mesh.sampler.num_devices if sampler else each_trainer
         yield _fits("memory of a device, both sides", both, devices.memory, smaller)
         return
     yield _fits("memory of a trainer's device", each_trainer, devices.memory, smaller)
@@ -230,36 +246,6 @@ def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
             "`jaxrl-async plan` compiles the programs and knows; or " + smaller,
         )
     return Finding("ok", text)
-
-
-def trainer_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes that the trainer keeps, all devices together: weights, their gradient, the
-    optimizer's state, the weights in transfer, and a reference. The kinds of plan.hbm, without
-    activations and programs."""
-    dtype = jnp.dtype(config.model.param_dtype)
-    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    learnt = num_in(trained_table(spec, lora))
-    offloaded = "optimizer" in config.trainer.offload
-    kept = dtype.itemsize + (0 if offloaded else optimizer_bytes(config.trainer, dtype))
-    held = learnt * (dtype.itemsize + kept)
-    if lora is not None:
-        held += base_bytes(spec, form, dtype)
-    sent = learnt * jnp.dtype(config.model.dtype).itemsize if config.run.job == "rl" else 0
-    reference = num_weights(spec) * dtype.itemsize if config.refers and lora is None else 0
-    return float(held + sent + reference)
-
-
-def sampler_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes that a sampler keeps, all of its devices together: weights, the next weights
-    while they arrive, and the KV cache."""
-    dtype = jnp.dtype(config.model.dtype)
-    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    one = jnp.dtype(config.weights.dtype or config.model.dtype).itemsize
-    base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
-    arriving = num_in(trained_table(spec, lora)) * one
-    keeps = config.algorithm.keep_routing
-    plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
-    return float(base + arriving + plan.kv_bytes)
 
 
 def _checkpoints(config: Config, spec: ModelSpec) -> Finding:

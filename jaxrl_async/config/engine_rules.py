@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import RuleBook
-from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.schema import Config, each_of, name_of
 
 rule = RuleBook()
 
@@ -13,7 +13,7 @@ rule = RuleBook()
 def an_engine_has_addresses(config: Config) -> Iterator[str]:
     """Require addresses, each once, exactly for servers of somebody else."""
     engine, urls = config.sampler.engine, config.sampler.engine_urls
-    if (engine == "ours") == bool(urls):
+    if (engine == "vllm") != bool(urls):
         yield (
             f"sampler.engine={engine} and sampler.engine_urls ({len(urls)}) do not match: give the "
             "addresses of the servers exactly with sampler.engine=vllm."
@@ -28,9 +28,15 @@ def an_engine_has_addresses(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
-    """Require servers to run elsewhere: the run gives them no devices and starts none."""
+    """Require servers to run elsewhere, where the run gives them no devices and starts none, and
+    engines in this process to be its threads."""
     engine, where = config.sampler.engine, config.mesh.samplers_in
-    if engine != "ours" and where != "elsewhere":
+    if engine == "jetstream" and where != "threads":
+        yield (
+            f"sampler.engine=jetstream samples in threads of this process, and mesh.samplers_in="
+            f"{where}. Set mesh.samplers_in=threads."
+        )
+    if engine == "vllm" and where != "elsewhere":
         yield (
             f"sampler.engine={engine} draws on devices of its own, and mesh.samplers_in={where} "
             "says that the run gives it some. Set mesh.samplers_in=elsewhere."
@@ -41,10 +47,10 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
 def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
     """Refuse layers of the user's own: an engine has families of its own alone."""
     engine, decoder = config.sampler.engine, config.model.decoder
-    if engine != "ours" and decoder is not None:
+    if engine != "native" and decoder is not None:
         yield (
             f"model.decoder={decoder} is a class of this package, which sampler.engine={engine} "
-            "has no layers for. Set sampler.engine=ours, or model.decoder=null with a family."
+            "has no layers for. Set sampler.engine=native, or model.decoder=null with a family."
         )
 
 
@@ -52,7 +58,7 @@ def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
 def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     """Refuse what an engine's answers do not have, and weights that it cannot read."""
     engine, algorithm = config.sampler.engine, config.algorithm
-    if engine == "ours":
+    if engine == "native":
         return
     if config.keeps_masks or algorithm.keep_sampling_mask:
         yield (
@@ -75,7 +81,7 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
             f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
             "does not know. Set the number of requests that a server gets at once."
         )
-    if config.remote.transfer not in ("auto", "folder"):
+    if engine == "vllm" and config.remote.transfer not in ("auto", "folder"):
         yield (
             f"remote.transfer={config.remote.transfer} does not reach sampler.engine={engine}, "
             "which reads weights from files. Leave it out, or set folder and remote.folder."
@@ -86,11 +92,49 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
 def an_engines_tokens_are_corrected(config: Config) -> Iterator[str]:
     """Require a correction for losses without a ratio: the engine's log-probs are not ours."""
     algorithm, engine = config.algorithm, config.sampler.engine
-    if engine == "ours" or name_of(algorithm.loss) not in facts.WITHOUT_RATIO:
+    if engine != "vllm" or name_of(algorithm.loss) not in facts.WITHOUT_RATIO:
         return
     if algorithm.correction is None or algorithm.anchor != "proximal":
         yield (
             f"algorithm.loss={name_of(algorithm.loss)} has no ratio to correct what "
             f"sampler.engine={engine} draws with other numerics and other kernels. Set "
             "algorithm.correction=tis and algorithm.anchor=proximal, or another loss."
+        )
+
+
+@rule(job="rl")
+def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
+    """Refuse what JetStream's interface cannot express: it takes prompts, and gives tokens."""
+    sampler, algorithm = config.sampler, config.algorithm
+    if sampler.engine != "jetstream":
+        return
+    why = "which sampler.engine=jetstream does not have: its interface"
+    if sampler.on_new_weights != "continue":
+        yield (
+            f"sampler.on_new_weights={sampler.on_new_weights} needs running sequences that can be "
+            f"taken out of their slots, {why} keeps them. Set on_new_weights=continue."
+        )
+    if algorithm.correction is not None and name_of(each_of(algorithm.correction)[0]) != "none":
+        yield (
+            "algorithm.correction needs the log-probs of the engine, "
+            f"{why} returns only tokens. The trainer's own log-probs are used in their place, so "
+            "each token has an importance weight of 1. Set correction=null."
+        )
+    if config.staleness.adapt == "ess":
+        yield (
+            "staleness.adapt=ess needs importance weights, and so the log-probs of the engine, "
+            f"{why} returns only tokens. Set adapt=none."
+        )
+    same = config.eval.temperature == sampler.temperature and not sampler.truncates
+    if config.eval.every and not same:
+        yield (
+            f"eval.temperature ({config.eval.temperature:g}) samples differently from training "
+            "(sampler.temperature, top_k, top_p, min_p), and an engine of JetStream's "
+            "interface samples all requests in the same way. Set eval.temperature to "
+            "sampler.temperature without top_k, top_p and min_p, or eval.every=0."
+        )
+    if config.run.replay_schedule is not None:
+        yield (
+            "run.replay_schedule prescribes what each sampler takes in, which "
+            "sampler.engine=jetstream does not record. Leave it out."
         )

@@ -11,11 +11,11 @@ rule = RuleBook()
 @rule(job="rl")
 def an_adapter_reaches_our_samplers(config: Config) -> Iterator[str]:
     """Require samplers that take an adapter: it alone is sent to them."""
-    if config.model.lora.rank and config.sampler.engine != "ours":
+    if config.model.lora.rank and config.sampler.engine != "native":
         yield (
             f"model.lora.rank ({config.model.lora.rank}) sends an adapter alone, which "
             f"sampler.engine={config.sampler.engine} is not asked to load. Set rank=0, or take "
-            "sampler.engine=ours."
+            "sampler.engine=native."
         )
 
 

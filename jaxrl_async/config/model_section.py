@@ -8,6 +8,10 @@ from jaxrl_async.config.balance_section import BalanceSection
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
+NumberType = Literal["float32", "bfloat16"]
+AMPERE = 8
+"""The first compute capability of NVIDIA that multiplies in bfloat16, and for which XLA has Triton,
+which our own kernels use."""
 FamilyName = Literal[
     "llama",
     "qwen2",
@@ -94,22 +98,48 @@ class ModelSection(Section):
     decoder: str | None = None
     """Your own decoder layer, FILE.py:CLASS (docs/own_decoder.md), with the sizes of
     model.architecture, or the weights of model.path; null: a family's."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the trainer's and the sampler's computations."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: NumberType | None = None
+    """Data type of the trainer's and the sampler's computations; null: bfloat16 on TPUs and on GPUs
+    that multiply in it (NVIDIA's from Ampere on), float32 on others and on CPUs. A resumed run
+    keeps its type."""
+    param_dtype: NumberType = "float32"
     """Data type of the trainer's weights and gradients; trainer.rounding says what becomes of
     updates below bfloat16's resolution."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
     """What the backward pass recomputes: nothing, each layer, each layer except attention (keeps
-    splash's results on TPUs: 2 bytes per query, token and layer), or everything but matrix products
-    (dots)."""
+    the kernels' results on TPUs and GPUs: 2 bytes per query, token and layer), or everything but
+    matrix products (dots)."""
     lora: LoraSection = LoraSection()
     """Train an adapter of low rank instead of all weights."""
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
-    attention: Literal["auto", "reference", "splash", "cudnn"] = "auto"
-    """The trainer's attention: plain JAX (reference), TPU's splash or NVIDIA's cuDNN; auto: by
-    platform."""
+    attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
+    """The trainer's attention: plain JAX (reference, all scores of a row in memory), TPU's splash,
+    NVIDIA's cuDNN (Hopper and later, bfloat16, heads of 128 at most, of 256 on Hopper, no caps, no
+    sinks) or our own kernels for any model on NVIDIA (flash); auto: by platform and model."""
+
+    @property
+    def computes_in(self) -> NumberType:
+        """The data type of all computations: `dtype`, which a run chooses by its devices at the
+        start (Config.on_devices); the CPU's if it has not been chosen."""
+        return self.dtype or dtype_on("cpu")
+
+
+def dtype_on(platform: str, capability: str | None = None) -> NumberType:
+    """Return what model.dtype is on devices if it is null.
+
+    Args:
+        platform: as JAX calls it: cpu, gpu, cuda, rocm, tpu.
+        capability: NVIDIA's compute capability, such as "9.0"; None, or another text: not an
+            NVIDIA card.
+
+    >>> dtype_on("tpu"), dtype_on("cuda", "7.5"), dtype_on("gpu", "8.9")
+    ('bfloat16', 'float32', 'bfloat16')
+    """
+    if platform == "cpu":
+        return "float32"
+    major = (capability or "").partition(".")[0]
+    return "float32" if major.isdigit() and int(major) < AMPERE else "bfloat16"
 
 
 class WeightsSection(Section):

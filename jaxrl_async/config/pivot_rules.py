@@ -33,7 +33,7 @@ def continuations_are_compared(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
     """Require the sampler whose requests have branches, or continuations could be equal."""
-    if config.algorithm.pivots.continuations and config.sampler.engine != "ours":
+    if config.algorithm.pivots.continuations and config.sampler.engine != "native":
         yield (
             f"algorithm.pivots needs our sampler's branches, which sampler.engine="
             f"{config.sampler.engine} does not have. Set algorithm.pivots.continuations=0."

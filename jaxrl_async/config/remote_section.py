@@ -31,7 +31,8 @@ class RemoteSection(Section):
     transfer: Literal["auto", "shared_memory", "tcp", "device", "folder"] = "auto"
     """How weights reach the samplers: through shared memory (on one machine), streams over TCP,
     jax.experimental.transfer (device), or files in remote.folder. auto: shared memory on the
-    trainer's machine, TCP elsewhere."""
+    trainer's machine, TCP elsewhere; between accelerators of samplers elsewhere, without
+    certificates, device and TCP are each tried twice, and the faster is kept."""
     folder: str | None = None
     """Folder or mounted bucket that all machines see, for transfer=folder."""
     fanout: Count = 2
@@ -39,7 +40,7 @@ class RemoteSection(Section):
     on."""
     transfer_timeout_s: float = Field(300.0, gt=0)
     """Longest time for one transfer of the weights to one sampler, seconds; then it begins
-    anew."""
+    again. A transfer from device to device has half of it, and TCP the rest."""
     max_message_mib: Positive = 256
     """Largest message that is accepted from another process, MiB."""
     tls_certificate: str | None = None

@@ -494,6 +494,23 @@ def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str
 
 
 @rule()
+def traced_steps_are_made(config: Config) -> Iterator[str]:
+    """Require steps that the run makes, each once, for the profiler's traces."""
+    steps, most = config.run.profile, 8
+    if len(set(steps)) < len(steps) or max(steps, default=0) > config.run.steps:
+        yield (
+            f"run.profile={list(steps)} must name different steps up to run.steps "
+            f"({config.run.steps}), such as [{min(2, config.run.steps)}]: the first step also "
+            "compiles."
+        )
+    if len(steps) > most:
+        yield (
+            f"run.profile names {len(steps)} steps, and at most {most} are allowed: a trace has "
+            "tens to hundreds of MB on an accelerator. Name fewer."
+        )
+
+
+@rule()
 def a_copy_goes_to_an_address(config: Config) -> Iterator[str]:
     """Require an address that can be written and that holds no secret: config.yaml names it."""
     address = config.run.copy_to

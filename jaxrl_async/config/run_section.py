@@ -35,6 +35,10 @@ class RunSection(Section):
     logs: Literal["text", "json"] = "text"
     """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
     that start elsewhere take it from the environment variable JAXRL_ASYNC_LOGS."""
+    profile: tuple[Positive, ...] = ()
+    """Steps that JAX's profiler traces, at most 8, such as [5, 6]: in the trainer with its
+    threads, and in the first 4 sampler processes. The traces are in the folder `profile` of the
+    run, for XProf and https://ui.perfetto.dev; a traced step is slower."""
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration (also: --replay-schedule FILE); null: no replay."""

@@ -3,17 +3,21 @@
 Needs no JAX.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section, as_called_now
 
 
 class SamplerSection(Section):
-    engine: Literal["ours", "vllm"] = "ours"
-    """What draws tokens: the sampler of this package, or vLLM servers (engine_urls), which need
+    engine: Literal["native", "jetstream", "vllm"] = "native"
+    """What samples tokens: the sampler of this package, an engine of JetStream's interface
+    (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
     mesh.samplers_in=elsewhere."""
+    engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")
+    """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
+    null: this package's own behind that interface."""
     engine_urls: tuple[str, ...] = ()
     """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they serve nobody
     else."""
@@ -45,8 +49,8 @@ class SamplerSection(Section):
     bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
     AVX512_VNNI). Log-probs then differ from the trainer's, most with int8."""
     attention: Literal["auto", "gathered", "ragged"] = "auto"
-    """Decode attention: dense on gathered pages, or TPU's ragged paged kernel; auto: by
-    platform."""
+    """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
+    GPU (ragged); auto: by platform and model."""
     cpu_kernels: bool = True
     """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a
     C++ compiler builds once per machine; without one, or if false, by XLA's."""
@@ -62,6 +66,12 @@ class SamplerSection(Section):
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this probability relative to the likeliest token."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _by_its_name_of_now(cls, given: Any) -> Any:
+        """Read what older runs have written."""
+        return as_called_now("sampler.engine", given)
 
     @property
     def truncates(self) -> bool:

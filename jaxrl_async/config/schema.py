@@ -19,7 +19,12 @@ from jaxrl_async.config.data_section import AdditionSection, DataSection, JsonlS
 from jaxrl_async.config.devices_section import AxesSection, DistributedSection, MeshSection
 from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.model_section import ArchitectureSection, ModelSection, WeightsSection
+from jaxrl_async.config.model_section import (
+    ArchitectureSection,
+    ModelSection,
+    WeightsSection,
+    dtype_on,
+)
 from jaxrl_async.config.offline_section import PreferenceSection, SftSection, WarmStartSection
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.priority_section import PrioritySection
@@ -87,7 +92,7 @@ RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 LONGEST_SHARED_ROW = 8192
-"""Longest row, tokens, that trainer.share_prefixes makes of its own accord: on a TPU and with cuDNN
+"""Longest row, tokens, that trainer.share_prefixes makes by default: on a TPU
 attention reads a mask of each pair of a row's tokens, about 1 GB of it at this length."""
 CHEAP_SHARED_ROW = 2048
 """Length up to which it does so whatever the contexts' length; beyond, a row holds two of the
@@ -137,6 +142,13 @@ class Config(Section):
     """Runs that learn an adapter each, from one base and one stream of blocks, by name: what
     differs in each from the sections above, or a file that says so; {}: this is one run. Shared
     are model, mesh, sampler, weights, warm_start, faults and, but for run.steps, run."""
+
+    def on_devices(self, platform: str, capability: str | None = None) -> "Config":
+        """Return it with model.dtype chosen for such devices, if it is null (dtype_on)."""
+        if self.model.dtype is not None:
+            return self
+        chosen = dtype_on(platform, capability)
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": chosen})})
 
     @property
     def refers(self) -> bool:

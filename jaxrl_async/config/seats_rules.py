@@ -99,7 +99,7 @@ def opponents_have_devices(config: Config) -> Iterator[str]:
             f"{paths[0]} has weights on the sampler's devices, which with mesh.samplers_in="
             f"{config.mesh.samplers_in} are another process's. {instead}, or samplers_in=threads."
         )
-    if config.sampler.engine != "ours":
+    if config.sampler.engine != "native":
         yield (
             f"{paths[0]} has weights on the sampler's devices, and sampler.engine="
             f"{config.sampler.engine} has none here. {instead}."

@@ -55,7 +55,7 @@ def several_runs_share_one_process(config: Config) -> Iterator[str]:
     wrong = {
         f"mesh.samplers_in={mesh.samplers_in}": mesh.remote,
         "mesh.colocated=true": mesh.colocated,
-        f"sampler.engine={sampler.engine}": sampler.engine != "ours",
+        f"sampler.engine={sampler.engine}": sampler.engine != "native",
         f"distributed.num_processes={config.distributed.num_processes}": (
             (config.distributed.num_processes or 1) > 1
         ),

@@ -48,7 +48,6 @@ SHARED_BY_JOBS = (
 """Settings of algorithm that may stand there for any job, too."""
 OF_OUR_ENGINE = (
     "reserve",
-    "block",
     "prefill_chunk",
     "page_tokens",
     "kv_memory_mib",
@@ -326,7 +325,7 @@ OF_EVERY_JOB = (
 
 
 def _samples(config: Config) -> bool:
-    return config.sampler.engine == "ours"
+    return config.sampler.engine == "native"
 
 
 OF_RL = (
@@ -339,13 +338,20 @@ OF_RL = (
     Use(
         (
             *(f"sampler.{name}" for name in OF_OUR_ENGINE),
-            "mesh.sampler",
-            "mesh.samplers",
-            "weights.checksum",
             *_keys("remote", RemoteSection, "transfer", "folder"),
         ),
         _samples,
-        "sampler.engine=ours",
+        "sampler.engine=native",
+    ),
+    Use(
+        ("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
+        lambda c: c.sampler.engine != "vllm",
+        "sampler.engine=native or jetstream",
+    ),
+    Use(
+        ("sampler.engine_class",),
+        lambda c: c.sampler.engine == "jetstream",
+        "sampler.engine=jetstream",
     ),
     Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
     Use(

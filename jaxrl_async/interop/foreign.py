@@ -3,9 +3,10 @@
     submit ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
 The engine has the contract of google-jetstream 0.2.2: prefill returns the prefix, and every token
-comes out of `generate`. It gives no log-probs: completions carry NaN, and the trainer computes
-them itself (its metrics then say for how many tokens). A ForeignSampler is a ports.Replica, so
-several may stand behind a router.
+is a result of `generate`; a place for a token that is not valid ends the answer, as it does for
+JetStream's own orchestrator (token_utils.process_result_tokens). It gives no log-probs: completions
+carry NaN, and the trainer computes them itself (its metrics then say for how many tokens). A
+ForeignSampler is a ports.Replica, so several may stand behind a router.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
@@ -55,6 +58,8 @@ class _Running:
     waiter: Waiter
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    ended: bool = False  # by the engine, which samples nothing more for it
+    first_at: float | None = None  # when its first token was here
 
     @property
     def stopped(self) -> bool:
@@ -64,15 +69,16 @@ class _Running:
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self.stopped or len(self.tokens) >= self.request.max_new_tokens
+        return self.ended or self.stopped or len(self.tokens) >= self.request.max_new_tokens
 
 
 class ForeignSampler(Living):
     """A ports.Replica and ports.Generate over any JetStream engine, which a thread of its own
     drives.
 
-    Temperature, top-k and the like are the engine's own: a request that asks for others is served
-    all the same, with one warning. Requests cannot be saved: their random numbers are the engine's.
+    Temperature, top-k and the like are the engine's own. If they are known (`sampling`), a request
+    that asks for others is refused; else it is served all the same, with one warning. Requests
+    cannot be saved: their random numbers are the engine's.
     """
 
     seed: int | None = None  # it continues no Partial
@@ -88,6 +94,9 @@ class ForeignSampler(Living):
         weights: WeightSource = FIXED_WEIGHTS,
         version: int = 0,
         to_params: Callable[[Params], Params] = lambda params: params,
+        sampling: SamplingParams | None = None,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        name: str = "foreign",
     ) -> None:
         """Take the engine; the first request starts the thread. Raises MissingExtraError.
 
@@ -97,17 +106,23 @@ class ForeignSampler(Living):
             weights: Where new weights come from.
             version: Of the first weights.
             to_params: Converts what the weight source gives to what the engine takes.
+            sampling: By which the engine samples all requests; None: unknown.
+            device_lock: Held while the engine computes, where it shares devices.
+            name: Of the thread.
         """
         engine_api()
         params = engine.load_params() if params is None else params
         self.engine, self.weights, self._to_params = engine, weights, to_params
-        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="foreign")
+        self._sampling, self._device_lock, self._name = sampling, device_lock, name
+        self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=name)
         self.loop = ForeignLoop(
             engine,
             self.lifetime,
             weights,
             to_params,
             ForeignWeights(params=params, version=version),
+            device_lock,
+            warns=sampling is None,
         )
         self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
         weights.attach(self.lifetime.wake)
@@ -174,6 +189,9 @@ class ForeignSampler(Living):
                 weights=source,
                 version=weights.version,
                 to_params=self._to_params,
+                sampling=self._sampling,
+                device_lock=self._device_lock,
+                name=self._name,
             )
             if update is not None:
                 source.live(update.version)
@@ -230,7 +248,25 @@ class ForeignSampler(Living):
                     "engine has random numbers of its own. Submit its request, which begins again "
                     "at the prompt."
                 )
-        return [checked_request(r, room, answer_fits=False) for r in requests]
+        checked = [checked_request(r, room, answer_fits=False) for r in requests]
+        for request in checked:
+            if problem := self._not_served(request):
+                raise RolloutError(
+                    f"request {request.request_id!r}: {problem}, which an engine of JetStream's "
+                    "interface cannot serve. Leave it out, or use sampler.engine=native."
+                )
+        return checked
+
+    def _not_served(self, request: Request) -> str | None:
+        """Return what a request asks for that the interface cannot express; None: nothing."""
+        if self._sampling is not None and request.sampling != self._sampling:
+            return f"sampling is {request.sampling}, and the engine samples by {self._sampling}"
+        asked = {
+            f"adapter is {request.adapter!r}": bool(request.adapter),
+            "forced_length is set": request.forced_length is not None,
+            "extras (sampling masks, experts) are asked for": request.extras,
+        }
+        return next((what for what, is_so in asked.items() if is_so), None)
 
     def _queue(
         self,
@@ -265,8 +301,13 @@ class ForeignLoop:
         source: WeightSource,
         to_params: Callable[[Params], Params],
         weights: ForeignWeights,
+        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        *,
+        warns: bool = True,
     ) -> None:
-        """Begin with these weights; to_params: see ForeignSampler."""
+        """Begin with these weights; to_params and device_lock: see ForeignSampler. warns: of a
+        request that asks for sampling other than the default."""
+        self._device_lock = device_lock
         self._engine, self._lifetime, self._source = engine, lifetime, source
         self._to_params, self.drawn_from = to_params, weights
         self.queue: WaitingQueue[_Running] = WaitingQueue()
@@ -274,7 +315,8 @@ class ForeignLoop:
         self.state: Any = None  # the engine's decode state, made by the thread
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
-        self._warned = False
+        self._warned, self._told_of_ends = not warns, False
+        self._ended_at: float | None = None  # the last step, if nothing runs: the thread idles
 
     def step(self) -> float | None:
         """Play one step of the engine; return how long to sleep after it (Lifetime), None at
@@ -283,21 +325,28 @@ class ForeignLoop:
         consumes      requests, weights
         waits for     lifetime.wake, only when idle
         produces      completions into the waiters' futures
-        on failure    a prompt that the engine cannot prefill fails alone; any other exception fails
-                      all requests, and `ForeignSampler.error` keeps it
+        on failure    a prompt that the engine cannot prefill, or samples nothing for, fails alone;
+                      any other exception fails all requests, and `ForeignSampler.error` keeps it
         """
+        began = time.perf_counter()
+        idle_s, self._ended_at = began - (self._ended_at or began), None
         try:
             if self._lifetime.closed:
                 self.fail_all(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
                 return None
-            if self.state is None:
-                self.state = self._engine.init_decode_state()
             self._take_weights()
             self._drop_cancelled()
-            self._fill()
-            if self._running:
-                self._generate()
+            with self._device_lock:
+                if self.state is None:
+                    self.state = self._engine.init_decode_state()
+                self._fill()
+                result = self._generated() if self._running else None
+            if result is not None:
+                self._take_in(result)
             self.stats = replace(self.stats, in_flight=len(self._running), waiting=len(self.queue))
+            ended = time.perf_counter()
+            self.stats = self.stats.plus(busy_s=ended - began, idle_s=idle_s)
+            self._ended_at = None if self._running else ended
         except BaseException as error:
             self.blamed = frozenset(r.request.request_id for r in self._running.values())
             self._lifetime.fail(error)
@@ -371,41 +420,69 @@ class ForeignLoop:
         return padded
 
     def _fail_alone(self, running: _Running, error: Exception) -> None:
-        """Answer a request whose prompt the engine did not prefill."""
+        """Answer a request whose prompt the engine did not prefill, or did not continue."""
         log.error("request %s failed, alone: %s", running.request.request_id, error)
         self.stats = replace(self.stats, failed=self.stats.failed + 1)
         resolve([(running.waiter, error)])
 
-    def _generate(self) -> None:
-        """Draw the next tokens of every slot, and answer the requests that have ended."""
+    def _generated(self) -> Any:
+        """Sample the next tokens of every slot; return JetStream's ResultTokens on the host."""
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
-        result = result.convert_to_numpy()
+        return result.convert_to_numpy()
+
+    def _take_in(self, result: Any) -> None:
+        """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
-        drawn = sum(count for _, count in each)
-        aside = sum(count for request, count in each if not request.for_training)
         now = time.perf_counter()
-        done = {slot: running for slot, running in self._running.items() if running.done}
-        for slot in done:
+        for running in self._running.values():
+            if running.first_at is None and running.tokens:
+                running.first_at = now
+        over = {slot: running for slot, running in self._running.items() if running.done}
+        for slot in over:
             del self._running[slot]
-        self.stats = replace(
-            self.stats,
-            blocks=self.stats.blocks + 1,
-            generated_tokens=self.stats.generated_tokens + drawn,
-            aside_tokens=self.stats.aside_tokens + aside,
-            requests_done=self.stats.requests_done + len(done),
-            truncated=self.stats.truncated + sum(not r.stopped for r in done.values()),
+        done = [running for running in over.values() if running.tokens]
+        empty = [running for running in over.values() if not running.tokens]
+        self._warn_of_early_ends(done)
+        self.stats = self.stats.plus(
+            blocks=1,
+            generated_tokens=sum(count for _, count in each),
+            aside_tokens=sum(count for request, count in each if not request.for_training),
+            requests_done=len(done),
+            truncated=sum(not r.stopped for r in done),
         )
-        resolve([(running.waiter, _completion(running, now)) for running in done.values()])
+        resolve([(running.waiter, _completion(running, now)) for running in done])
+        for running in empty:
+            self._fail_alone(running, _drew_nothing(running.request))
 
     def _add(self, running: _Running, result: Any, slot: int) -> int:
-        """Add a slot's new tokens, as many as the request wants; return how many."""
+        """Add a slot's new tokens, as many as the request wants, up to the first that is not valid,
+        which ends it; return how many."""
         before = len(running.tokens)
         in_slot = result.get_result_at_slot(slot)
         for token, valid in zip(in_slot.tokens[0], in_slot.valid[0], strict=True):
-            if valid and not running.done:
+            if running.done:
+                break
+            running.ended = not valid
+            if valid:
                 running.tokens.append(int(token))
                 running.versions.append(self.drawn_from.version)
         return len(running.tokens) - before
+
+    def _warn_of_early_ends(self, done: Sequence[_Running]) -> None:
+        """Warn once of an answer that the engine ended without a reason known here."""
+        early = next((r for r in done if r.ended and not r.stopped), None)
+        if self._told_of_ends or early is None:
+            return
+        self._told_of_ends = True
+        log.warning(
+            "request %s: the engine ended the answer after %d of %d tokens, at none of the stop "
+            "tokens %s. Such answers count as cut off (rollout/truncated_share). If the engine was "
+            "not full, give it the same stop tokens, or name its own in the request",
+            early.request.request_id,
+            len(early.tokens),
+            early.request.max_new_tokens,
+            early.request.stop_token_ids,
+        )
 
     def _warn_of(self, request: Request) -> None:
         """Warn once that the engine samples by its own settings."""
@@ -416,6 +493,15 @@ class ForeignLoop:
                 request.request_id,
                 request.sampling,
             )
+
+
+def _drew_nothing(request: Request) -> RolloutError:
+    return RolloutError(
+        f"request {request.request_id!r}: the engine sampled no token after a prompt of "
+        f"{len(request.token_ids)}: the first in ResultTokens.valid is 0, which ends an answer. An "
+        "engine that samples later must have `generate` wait for it; one whose slots are full must "
+        "have a smaller max_prefill_length."
+    )
 
 
 def _completion(running: _Running, now: float) -> Completion:
@@ -429,5 +515,6 @@ def _completion(running: _Running, now: float) -> Completion:
         versions=np.array(running.versions, np.int32),
         stop=StopReason.EOS if running.stopped else StopReason.LENGTH,
         queued_s=started - waiter.queued_at,
+        first_token_s=(running.first_at or now) - waiter.queued_at,
         latency_s=now - waiter.queued_at,
     )

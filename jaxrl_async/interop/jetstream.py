@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.spec import check_positions
+from jaxrl_async.model.spec import Params, check_positions
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.prefill import slot_params_of
 from jaxrl_async.sampler.batch.sequence import LiveRequest
@@ -110,7 +111,12 @@ class JaxrlEngine:
 
     def load_params(self, *args: Any, **kwargs: Any) -> EngineWeights:
         """Return the policy's parameters as the engine takes them."""
-        return self._core.prepare(self._policy.params)
+        return self.take_params(self._policy.params)
+
+    def take_params(self, params: Params) -> EngineWeights:
+        """Return parameters of a Policy as prefill and generate take them; see made_engine of
+        run/builders/jetstream_samplers.py."""
+        return self._core.prepare(params)
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> SlotStates:
         """Return empty slots."""
@@ -229,8 +235,8 @@ class JaxrlEngine:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The default device."""
-        return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+        """The mesh that the engine was made for; else of the default device."""
+        return self._core.spec.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
 
     @property
     def colocated_cpus(self) -> None:
@@ -248,6 +254,8 @@ def make_engine(
     stop_token_ids: tuple[int, ...] = (),
     seed: int = 0,
     tokenizer: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Any:
     """Return a jetstream.engine.engine_api.Engine over the policy.
 
@@ -261,6 +269,8 @@ def make_engine(
         stop_token_ids: of every request.
         seed: of the random numbers; each insert is a new request with random numbers of its own.
         tokenizer: ours, of data.tokenizer; only serving text needs one.
+        mesh: a sampler's slice (mesh.make_slices); None: the default device.
+        dtype: of what it computes.
 
     Raises MissingExtraError, and ConfigError if max_length is beyond the policy's positions.
     """
@@ -268,7 +278,7 @@ def make_engine(
     if policy.spec.delta:
         raise ConfigError(
             f"JetStream's interface has no place for the states of the gated delta nets of this "
-            f"{policy.spec.family} model. Use a sampler of this package (sampler.engine=ours)."
+            f"{policy.spec.family} model. Use a sampler of this package (sampler.engine=native)."
         )
     layout = layout_of(policy.spec.kinds)
     spec = EngineSpec(
@@ -278,6 +288,8 @@ def make_engine(
         pages=slots * layout.pages_of(max_length, PAGE_TOKENS, tokens_per_step),
         page_tokens=PAGE_TOKENS,
         block=tokens_per_step,
+        mesh=mesh,
+        dtype=dtype,
     )
     template = Request(
         request_id="",

@@ -2,7 +2,8 @@
 
     values + configuration ──check──> ConfigMap (the resolved configuration)
                                       PersistentVolumeClaim (where runs.create_gib asks for one)
-                                      JobSet: trainer and samplers, each on slices of their own
+                                      Service, PodMonitoring: the trainer's metrics
+                                      JobSets: the trainer's, and one of each sampler
 
 launch/gke_values.py has all values, launch/gke_manifests.py says what restarts after what. Every
 start resumes the existing run (run.resume_or_start). Pipe the text to `kubectl apply -f -`.
@@ -23,6 +24,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_manifests import (
     DATA_PORT,
     JOIN_PORT,
+    METRICS_PORT,
     RUNS_FOLDER,
     TRAINER,
     grace_s,
@@ -42,6 +44,7 @@ def run_config(values: Values, folder: Path) -> Config:
     folder: the folder of the values file. Raises ConfigError.
     """
     fixed = [f"run.name={values.name}", f"run.dir={RUNS_FOLDER}", *RESTARTED]
+    fixed.append(f"metrics.prometheus=0.0.0.0:{METRICS_PORT}")
     if values.samplers is not None:
         fixed += [
             "mesh.samplers_in=elsewhere",

@@ -1,16 +1,20 @@
-"""Kubernetes manifests from a run's values: a JobSet of two replicated Jobs, trainer and sampler.
+"""Kubernetes manifests from a run's values: a JobSet of the trainer, and one of each sampler.
 
-    trainer   one pod for each host; the first one listens for samplers at a fixed DNS name
-    sampler   one Job for each slice, each a JAX world of its own, that joins the trainer
+    NAME             one pod for each host; the first one listens for samplers at a fixed DNS name
+    NAME-sampler-I   one slice, a separate JAX world, that joins the trainer
+
+A JobSet's number of Jobs cannot be changed, and its queue admits it as a whole: samplers come,
+go and are preempted one by one, so each is a separate JobSet.
 
 What restarts what, by what fails:
 
-    a pod of a sampler         its Job makes another, without end; the trainer goes on with the rest
+    a pod of a sampler         its Job makes another, without end; the trainer continues with the
+                               others
     a trainer of one host      its Job makes another pod; samplers wait for it and join again
-    a trainer of more hosts    its pods restart together: by the JobSet, samplers as well; alone if
-                               the cluster has JobSet's feature gate RestartJob (restart_job)
+    a trainer of more hosts    the JobSet restarts its pods together; samplers wait and join again
 
-A preemption (exit code 75, or a lost node) never counts towards max_restarts.
+A preemption (exit code 75, or a lost node) never counts towards max_restarts. A sampler ends with
+the run, or when it has waited samplers.wait_s for its trainer (exit code 69).
 """
 
 import math
@@ -23,7 +27,8 @@ from jaxrl_async.config.section import MAX_WHOLE
 from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.launch.gke_slices import GENERATIONS
 from jaxrl_async.launch.gke_values import Role, Runs, SecretKey, Values
-from jaxrl_async.run.signals import PREEMPTED_CODE
+from jaxrl_async.metrics.health import HEALTH_VARIABLE, PATH
+from jaxrl_async.run.signals import NO_TRAINER_CODE, PREEMPTED_CODE
 from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 SPARE_S = 20
@@ -32,20 +37,39 @@ LEAVE_S = 30
 """Seconds that a sampler has to hand its requests back."""
 CONFIG_FOLDER, RUNS_FOLDER = "/etc/jaxrl_async", "/runs"
 TRAINER, SAMPLER, CONTAINER = "trainer", "sampler", "run"
+ROLE = "jaxrl-async/role"
+"""Label of a JobSet: trainer or sampler."""
 TPU_PORT = 8471
 """Port of libtpu between the hosts of a slice."""
 JOIN_PORT = 8483
 """Port at which the trainer waits for samplers."""
 DATA_PORT = 8484
 """Port at which the trainer hands out weights, and samplers pass them on."""
+METRICS_PORT = 8485
+"""Port at which the trainer's first host serves its metrics to Prometheus."""
+HEALTH_PORT = 8486
+"""Port at which each pod says whether it works (metrics/health.py)."""
+START_S, HANG_S = 1800, 300
+"""Longest time until a pod answers first, and without an answer after that, seconds."""
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+SAMPLER_CACHE = f"{RUNS_FOLDER}/.jax_cache_of_samplers"
+"""Compiled programs of all samplers. A trainer keeps its programs next to the runs."""
+KEPT_S = 600
+"""Seconds for which a sampler's JobSet that has ended is kept."""
 SPOT, FLEX, QUEUED = (f"cloud.google.com/gke-{kind}" for kind in ("spot", "flex-start", "queued"))
 NODES = {"spot": SPOT, "flex_start": FLEX, "queued": QUEUED}
 """Label and taint of the nodes of each capacity."""
 
 
 def host_name(values: Values, job: str, index: int | str) -> str:
-    """Return the DNS name of the first pod of a Job, as JobSet makes it."""
+    """Return the DNS name of the first pod of a trainer's Job, as JobSet makes it."""
     return f"{values.name}-{job}-{index}-0.{values.name}"
+
+
+def _sampler_host(values: Values, index: int) -> str:
+    """Return the DNS name of the first pod of a sampler."""
+    own = sampler_name(values, index)
+    return f"{own}-{SAMPLER}-0-0.{own}"
 
 
 def manifests(values: Values, config: Config) -> list[dict[str, Any]]:
@@ -53,7 +77,16 @@ def manifests(values: Values, config: Config) -> list[dict[str, Any]]:
     documents = [_config_map(values, config)]
     if values.runs.create_gib is not None:
         documents.append(_claim(values))
-    return [*documents, _job_set(values, config)]
+    documents += [_metrics_service(values), *([_monitoring(values)] if values.monitoring else [])]
+    count = 0 if values.samplers is None else values.samplers.replicas
+    return [*documents, _trainer_set(values, config), *(
+        sampler_set(values, config, index) for index in range(count)
+    )]  # fmt: skip
+
+
+def sampler_name(values: Values, index: int | str) -> str:
+    """Return the name of a sampler's JobSet."""
+    return f"{values.name}-{SAMPLER}-{index}"
 
 
 def grace_s(config: Config) -> int:
@@ -91,75 +124,126 @@ def _claim(values: Values) -> dict[str, Any]:
     }
 
 
-# ---- the JobSet
+def _first_trainer(values: Values) -> dict[str, str]:
+    """Return the labels of the pod that serves the metrics."""
+    return {
+        "jobset.sigs.k8s.io/jobset-name": values.name,
+        "jobset.sigs.k8s.io/replicatedjob-name": TRAINER,
+        "jobset.sigs.k8s.io/job-index": "0",
+        "batch.kubernetes.io/job-completion-index": "0",
+    }
 
 
-def _job_set(values: Values, config: Config) -> dict[str, Any]:
-    queue = {"kueue.x-k8s.io/queue-name": values.queue} if values.queue else {}
+def _metrics_service(values: Values) -> dict[str, Any]:
+    """Return the name under which launch/gke_scale.py, and any Prometheus, finds the metrics."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(values, f"{values.name}-metrics"),
+        "spec": {
+            "selector": _first_trainer(values),
+            "ports": [{"name": "metrics", "port": METRICS_PORT, "targetPort": METRICS_PORT}],
+        },
+    }
+
+
+def _monitoring(values: Values) -> dict[str, Any]:
+    return {
+        "apiVersion": "monitoring.googleapis.com/v1",
+        "kind": "PodMonitoring",
+        "metadata": _meta(values, values.name),
+        "spec": {
+            "selector": {"matchLabels": _first_trainer(values)},
+            "endpoints": [{"port": METRICS_PORT, "interval": "30s"}],
+        },
+    }
+
+
+# ---- the JobSets
+
+
+def _job_set(
+    values: Values, role: Role, name: str, labels: Mapping[str, str], spec: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a JobSet of one role, in its queue."""
+    queue = values.queue_of(role)
     lease = {"provreq.kueue.x-k8s.io/maxRunDurationSeconds": str(values.max_run_s)}
+    lent = role.capacity == "queued" and values.max_run_s is not None
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _meta(
             values,
-            values.name,
-            labels=queue,
-            **({"annotations": lease} if values.max_run_s is not None else {}),
+            name,
+            labels={**labels, **({"kueue.x-k8s.io/queue-name": queue} if queue else {})},
+            **({"annotations": lease} if lent else {}),
         ),
         "spec": {
-            "coordinator": {"replicatedJob": TRAINER, "jobIndex": 0, "podIndex": 0},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            # The run is done when the trainer is; samplers that still run are removed.
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": [TRAINER]},
-            "failurePolicy": {
-                "maxRestarts": values.max_restarts,
-                "restartStrategy": "BlockingRecreate",  # all pods are gone before any restarts
-                "rules": list(_rules(values)),
-            },
-            "replicatedJobs": list(_replicated(values, config)),
+            **spec,
         },
     }
 
 
+def _trainer_set(values: Values, config: Config) -> dict[str, Any]:
+    trainer = values.trainer
+    pod = _pod(values, trainer, _trainer_container(values), runs=True)
+    pod["terminationGracePeriodSeconds"] = grace_s(config) + SPARE_S
+    template = _job(trainer, _notes(values, trainer), pod)
+    if _is_alone(trainer):
+        template["spec"] |= _restarted_by_its_job(values.max_restarts)
+    else:
+        template["spec"] |= _restarted_as_a_whole()
+    spec = {
+        "coordinator": {"replicatedJob": TRAINER, "jobIndex": 0, "podIndex": 0},
+        "failurePolicy": {
+            "maxRestarts": values.max_restarts,
+            "restartStrategy": "BlockingRecreate",  # all pods are gone before any restarts
+            "rules": list(_rules(values)),
+        },
+        "replicatedJobs": [{"name": TRAINER, "replicas": trainer.tpu.slices, "template": template}],
+    }
+    return _job_set(values, trainer, values.name, {ROLE: TRAINER}, spec)
+
+
+def sampler_set(values: Values, config: Config, index: int) -> dict[str, Any]:
+    """Return the JobSet of one sampler."""
+    role = values.samplers
+    assert role is not None, "there are samplers"
+    pod = _pod(values, role, _sampler_container(values, role, index), runs=True)
+    pod["terminationGracePeriodSeconds"] = LEAVE_S
+    template = _job(role, _notes(values, role), pod)
+    template["spec"] |= _restarted_by_its_job(MAX_WHOLE)
+    template["spec"]["podFailurePolicy"]["rules"].insert(0, _without_trainer())
+    spec = {
+        "ttlSecondsAfterFinished": KEPT_S,
+        "replicatedJobs": [{"name": SAMPLER, "replicas": 1, "template": template}],
+    }
+    return _job_set(values, role, sampler_name(values, index), {ROLE: SAMPLER}, spec)
+
+
+def _without_trainer() -> dict[str, Any]:
+    """Return what a sampler's Job does when no trainer has answered: it fails, and releases its
+    nodes."""
+    codes = {"containerName": CONTAINER, "operator": "In", "values": [NO_TRAINER_CODE]}
+    return {"action": "FailJob", "onExitCodes": codes}
+
+
 def _rules(values: Values) -> Iterator[dict[str, Any]]:
-    """Yield what the JobSet does when the trainer's Job has failed; a sampler's never does."""
+    """Yield what the JobSet does when the trainer's Job has failed."""
     ours = {"targetReplicatedJobs": [TRAINER]}
     if _is_alone(values.trainer):  # its Job has made max_restarts further pods
         yield {"name": "trainer_failed", "action": "FailJobSet", **ours}
         return
-    # The Jobs of several slices are one JAX world: one of them cannot restart alone.
-    restart = "RestartJob" if values.restart_job and values.trainer.tpu.slices == 1 else (
-        "RestartJobSet"
-    )  # fmt: skip
     preempted = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    action = f"{restart}AndIgnoreMaxRestarts"
+    action = "RestartJobSetAndIgnoreMaxRestarts"
     yield {"name": "trainer_preempted", "action": action, **preempted, **ours}
-    yield {"name": "trainer_failed", "action": restart, **ours}
+    yield {"name": "trainer_failed", "action": "RestartJobSet", **ours}
 
 
 def _is_alone(role: Role) -> bool:
     """Return whether a role's pods are worlds of their own, so that each can restart alone."""
     return role.tpu.hosts * role.tpu.slices == 1
-
-
-def _replicated(values: Values, config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the two replicated Jobs."""
-    trainer, samplers = values.trainer, values.samplers
-    pod = _pod(values, trainer, _trainer_container(values), runs=True)
-    pod["terminationGracePeriodSeconds"] = grace_s(config) + SPARE_S
-    template = _job(trainer, _notes(values, trainer, runs=True), pod)
-    if _is_alone(trainer):
-        template["spec"] |= _restarted_by_its_job(values.max_restarts)
-    else:
-        template["spec"] |= _restarted_as_a_whole()
-    yield {"name": TRAINER, "replicas": trainer.tpu.slices, "template": template}
-    if samplers is not None:
-        runs = config.remote.transfer == "folder"
-        pod = _pod(values, samplers, _sampler_container(values, samplers, runs=runs), runs=runs)
-        pod["terminationGracePeriodSeconds"] = LEAVE_S
-        template = _job(samplers, _notes(values, samplers, runs=runs), pod)
-        template["spec"] |= _restarted_by_its_job(MAX_WHOLE)
-        yield {"name": SAMPLER, "replicas": samplers.replicas, "template": template}
 
 
 def _job(role: Role, notes: dict[str, str], pod: dict[str, Any]) -> dict[str, Any]:
@@ -205,9 +289,15 @@ def _restarted_as_a_whole() -> dict[str, Any]:
 # ---- the pods
 
 
-def _notes(values: Values, role: Role, *, runs: bool) -> dict[str, str]:
-    mounted = {"gke-gcsfuse/volumes": "true"} if runs and values.runs.bucket is not None else {}
-    return {**mounted, **role.annotations}
+def _notes(values: Values, role: Role) -> dict[str, str]:
+    runs = values.runs
+    mounted = {
+        "gke-gcsfuse/volumes": "true",
+        "gke-gcsfuse/cpu-limit": runs.sidecar_cpu,
+        "gke-gcsfuse/memory-limit": runs.sidecar_memory,
+        "gke-gcsfuse/ephemeral-storage-limit": runs.sidecar_storage,
+    }
+    return {**(mounted if runs.bucket is not None else {}), **role.annotations}
 
 
 def _pod(values: Values, role: Role, container: dict[str, Any], *, runs: bool) -> dict[str, Any]:
@@ -218,12 +308,12 @@ def _pod(values: Values, role: Role, container: dict[str, Any], *, runs: bool) -
         "containers": [container],
     }
     volumes = [{"name": v.name, **v.source} for v in role.volumes]
+    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})  # 64 MB without it
     if role is values.trainer:
         volumes.append({"name": "config", "configMap": {"name": f"{values.name}-config"}})
     if runs:
         volumes.append({"name": "runs", **_storage(values.runs, values.run_as_user)})
-    if volumes:
-        spec["volumes"] = volumes
+    spec["volumes"] = volumes
     if tolerations := list(_tolerations(role)):
         spec["tolerations"] = tolerations
     if role.tpu.slices > 1:  # between slices the node's own network is faster than the pods'
@@ -268,25 +358,34 @@ def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
 def _container(role: Role, env: Iterator[dict[str, Any]], *, runs: bool) -> dict[str, Any]:
     """Return what both roles' containers have."""
     chips: Mapping[str, Any] = {"google.com/tpu": role.tpu.host_chips, **role.resources}
+    health = {"httpGet": {"path": PATH, "port": HEALTH_PORT}, "timeoutSeconds": 10}
     mounts: list[dict[str, Any]] = [
         {"name": v.name, "mountPath": v.mount_path, **({"readOnly": True} if v.read_only else {})}
         for v in role.volumes
     ]
+    mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if runs:
         mounts.append({"name": "runs", "mountPath": RUNS_FOLDER})
     return {
         "name": CONTAINER,
-        "env": [*env, *({"name": name, "value": text} for name, text in role.env.items())],
-        "resources": {"requests": dict(chips), "limits": dict(chips)},
+        "env": [
+            *env,
+            {"name": HEALTH_VARIABLE, "value": f"0.0.0.0:{HEALTH_PORT}"},
+            *({"name": name, "value": text} for name, text in role.env.items()),
+        ],
+        "resources": {"requests": {**role.tpu.host_requests, **chips}, "limits": dict(chips)},
+        "startupProbe": {**health, "periodSeconds": 10, "failureThreshold": START_S // 10},
+        "livenessProbe": {**health, "periodSeconds": 30, "failureThreshold": HANG_S // 30},
         "securityContext": {"allowPrivilegeEscalation": False},
-        **({"volumeMounts": mounts} if mounts else {}),
+        "volumeMounts": mounts,
     }
 
 
 def _trainer_container(values: Values) -> dict[str, Any]:
     container = _container(values.trainer, _trainer_environment(values), runs=True)
     config = {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}
-    ports = [TPU_PORT, PORT, *([JOIN_PORT, DATA_PORT] if values.samplers else [])]
+    ports = [TPU_PORT, PORT, METRICS_PORT, HEALTH_PORT]
+    ports += [JOIN_PORT, DATA_PORT] if values.samplers else []
     return {
         **container,
         "image": values.image,
@@ -296,14 +395,17 @@ def _trainer_container(values: Values) -> dict[str, Any]:
     }
 
 
-def _sampler_container(values: Values, role: Role, *, runs: bool) -> dict[str, Any]:
+def _sampler_container(values: Values, role: Role, index: int) -> dict[str, Any]:
+    assert values.samplers is not None, "there are samplers"
+    trainer = f"{host_name(values, TRAINER, 0)}:{JOIN_PORT}"
     return {
-        **_container(role, _sampler_environment(values), runs=runs),
+        **_container(role, _sampler_environment(values, role, index), runs=True),
         "image": values.image,
         "command": ["python", "-m", "jaxrl_async.sample"],
-        "args": ["--join", f"{host_name(values, TRAINER, 0)}:{JOIN_PORT}"],
+        "args": ["--join", trainer, "--wait", str(values.samplers.wait_s)],
         "ports": [
-            {"containerPort": port, "protocol": "TCP"} for port in (TPU_PORT, PORT, DATA_PORT)
+            {"containerPort": port, "protocol": "TCP"}
+            for port in (TPU_PORT, PORT, DATA_PORT, HEALTH_PORT)
         ],
     }
 
@@ -322,25 +424,26 @@ def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
         yield _from_secret(name, secret)
 
 
-def _sampler_environment(values: Values) -> Iterator[dict[str, Any]]:
-    """Yield the same for a sampler: its Job is a world of its own, whose first pod coordinates.
+def _sampler_environment(values: Values, role: Role, index: int) -> Iterator[dict[str, Any]]:
+    """Yield the same for a sampler, and where the compiled programs of all samplers are.
 
-    GKE takes replicas of a Job on TPUs for slices of one world (MEGASCALE_*); these are not.
+    GKE may take Jobs on TPUs for slices of one world (MEGASCALE_*); these are not.
     """
-    assert values.samplers is not None, "there are samplers"
-    first = host_name(values, SAMPLER, "$(SLICE_INDEX)")
-    yield _from_note("SLICE_INDEX", "job-index")
+    first = _sampler_host(values, index)
     own = {
         "JOBSET_COORDINATOR": first,
         "JOBSET_JOB_INDEX": "0",
         "JOBSET_JOBS": "1",
-        "JOBSET_PODS_PER_JOB": str(values.samplers.tpu.hosts),
+        "JOBSET_PODS_PER_JOB": str(role.tpu.hosts),
         "MEGASCALE_COORDINATOR_ADDRESS": first,
         "MEGASCALE_NUM_SLICES": "1",
         "MEGASCALE_SLICE_ID": "0",
+        CACHE_VARIABLE: SAMPLER_CACHE,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     for name, value in own.items():
-        yield {"name": name, "value": value}
+        if name not in role.env:
+            yield {"name": name, "value": value}
     yield from _join_secret(values)
 
 

@@ -1,6 +1,7 @@
 """TPU slices of GKE: generations, topologies, hosts, and which parts of a slice can be used."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ class Generation:
     machine: str  # machine type without its number of chips
     max_chips: int  # in a slice
     flat: bool  # topologies of two numbers, not three
+    hosts: Mapping[int, tuple[int, int]]  # by a host's chips: its vCPUs, and its memory in GB
     devices: int = 1  # JAX devices of a chip
     divisible: bool = False  # programs may run on a part of a slice of several hosts
 
@@ -25,26 +27,37 @@ GENERATIONS = {
     "v4": Generation(
         accelerator="tpu-v4-podslice",
         machine="ct4p-hightpu",
+        hosts={4: (240, 407)},
         max_chips=4096,
         flat=False,
         divisible=True,
     ),
     "v5e": Generation(
-        accelerator="tpu-v5-lite-podslice", machine="ct5lp-hightpu", max_chips=256, flat=True
+        accelerator="tpu-v5-lite-podslice",
+        machine="ct5lp-hightpu",
+        hosts={1: (24, 48), 4: (112, 192), 8: (224, 384)},
+        max_chips=256,
+        flat=True,
     ),
     "v5p": Generation(
         accelerator="tpu-v5p-slice",
         machine="ct5p-hightpu",
+        hosts={4: (208, 448)},
         max_chips=6144,
         flat=False,
         divisible=True,
     ),
     "v6e": Generation(
-        accelerator="tpu-v6e-slice", machine="ct6e-standard", max_chips=256, flat=True
+        accelerator="tpu-v6e-slice",
+        machine="ct6e-standard",
+        hosts={1: (44, 176), 4: (180, 720), 8: (180, 1440)},
+        max_chips=256,
+        flat=True,
     ),
     "tpu7x": Generation(
         accelerator="tpu7x",
         machine="tpu7x-standard",
+        hosts={4: (224, 960)},
         max_chips=9216,
         flat=False,
         devices=2,
@@ -59,6 +72,10 @@ SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 """Topologies of the others whose numbers are not all multiples of 4."""
 HOST_CHIPS = {"1x1": (1,), "2x2": (4,), "2x4": (8, 4)}
 """Chips per host, the default first; 4 for every other topology."""
+
+
+REQUESTED_MEMORY = 0.7
+"""Share of a host's memory that a pod requests."""
 
 
 class Tpu(Section):
@@ -90,6 +107,13 @@ class Tpu(Section):
     def host_devices(self) -> int:
         """JAX devices of one host."""
         return self.host_chips * GENERATIONS[self.generation].devices
+
+    @property
+    def host_requests(self) -> dict[str, str]:
+        """What a pod requests of its host in addition to the chips: half of the processors, and
+        REQUESTED_MEMORY of the memory; the rest is for the node's own pods and side cars."""
+        cpus, memory_gb = GENERATIONS[self.generation].hosts[self.host_chips]
+        return {"cpu": str(cpus // 2), "memory": f"{int(memory_gb * REQUESTED_MEMORY)}G"}
 
     @property
     def machine_type(self) -> str:

@@ -11,11 +11,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from jaxrl_async.config.section import Count, Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_slices import Tpu
+from jaxrl_async.metrics.health import HEALTH_VARIABLE
 from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
-MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, "SLICE_INDEX")
+MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, HEALTH_VARIABLE)
 """Variables that the manifests or GKE set: names, or their beginnings."""
+MOST_LETTERS = 63
+"""Longest name of a pod's host."""
+TAKEN = ("config", "shm", "runs")
+"""Volumes of the manifests."""
 
 
 class Toleration(Section):
@@ -56,7 +61,7 @@ class Role(Section):
     """Further environment variables."""
     resources: dict[str, str] = Field(default_factory=dict)
     """Resources that a container requests besides its chips, and its limits: {cpu: "90", memory:
-    350Gi}."""
+    350Gi}; without cpu or memory it requests a part of its host's, and has no limit of it."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Further labels of the pods."""
     annotations: dict[str, str] = Field(default_factory=dict)
@@ -81,14 +86,26 @@ class Role(Section):
         if taken:
             raise ValueError(f"env: {', '.join(taken)} is set by the manifests. Remove it.")
         names = [v.name for v in self.volumes]
-        if len({*names, "config", "runs"}) < len(names) + 2:
-            raise ValueError("volumes: two have one name (config and runs are taken). Rename one.")
+        if len({*names, *TAKEN}) < len(names) + len(TAKEN):
+            raise ValueError(
+                f"volumes: two have one name ({', '.join(TAKEN)} are taken). Rename one."
+            )
         return self
 
 
 class SamplerRole(Role):
     replicas: Count = 1
-    """Number of samplers: slices, each a sampler of its own."""
+    """Number of samplers: each has a separate slice and JobSet, and is a workload of the
+    queue."""
+    least: Count = 1
+    """Fewest samplers that launch/gke_scale.py keeps."""
+    most: Count | None = None
+    """Most samplers that launch/gke_scale.py makes; null: replicas."""
+    queue: str | None = Field(None, pattern=NAME)
+    """Kueue LocalQueue of the samplers; null: the trainer's."""
+    wait_s: Positive = 3600
+    """Longest time for which a sampler waits for its trainer, seconds; then its nodes are given
+    back."""
     capacity: Literal["on_demand", "spot", "reserved", "flex_start", "queued"] = "spot"
     """As for the trainer. A sampler that is preempted loses no work: others go on with it."""
 
@@ -98,6 +115,11 @@ class SamplerRole(Role):
             raise ValueError(
                 f"samplers.tpu.slices={self.tpu.slices}: a sampler is on one slice. Set "
                 "samplers.replicas instead."
+            )
+        if not self.least <= self.replicas <= (self.most or self.replicas):
+            raise ValueError(
+                f"samplers.replicas={self.replicas} must lie between samplers.least ({self.least}) "
+                f"and samplers.most ({self.most})."
             )
         return self
 
@@ -110,6 +132,13 @@ class Runs(Section):
     is committed by renaming its folder); the service account must be allowed to write to it."""
     rename_dir_limit: Positive = 100_000
     """Most files of a folder that gcsfuse renames in a bucket without a hierarchical namespace."""
+    sidecar_cpu: str = "0"
+    """Limit of processors for gcsfuse's side car; 0: no limit, which Autopilot does not allow."""
+    sidecar_memory: str = "0"
+    """Limit of memory for it, such as 16Gi; 0: no limit."""
+    sidecar_storage: str = "0"
+    """Limit of the node's storage for it, where a file lies until it is uploaded: more than a
+    host's largest file of a checkpoint; 0: no limit."""
     claim: str | None = Field(None, pattern=NAME)
     """PersistentVolumeClaim to which several nodes can write (ReadWriteMany)."""
     create_gib: Positive | None = None
@@ -162,6 +191,9 @@ class Values(Section):
     """Kueue LocalQueue; null: not queued."""
     max_run_s: Positive | None = None
     """Longest time for which queued provisioning lends the nodes, seconds; null: seven days."""
+    monitoring: bool = True
+    """Make a PodMonitoring, by which Google's managed Prometheus reads the trainer's metrics; false
+    for a cluster without it."""
     service_account: str | None = Field(None, pattern=NAME)
     """Kubernetes service account of the pods; null: the namespace's default."""
     secrets: dict[str, SecretKey] = Field(default_factory=dict)
@@ -170,9 +202,6 @@ class Values(Section):
     max_restarts: int = Field(3, ge=0)
     """Most restarts after failures of the trainer; those after preemptions do not count, nor those
     of samplers."""
-    restart_job: bool = False
-    """The cluster's JobSet (0.12 or later) has its feature gate RestartJob on: a trainer of several
-    hosts restarts without its samplers. false: they restart with it, and join again."""
     run_as_user: int | None = Field(1000, ge=0)
     """User id of the pods' processes; null: the image's."""
 
@@ -180,6 +209,10 @@ class Values(Section):
     def roles(self) -> tuple[Role, ...]:
         """The trainer, and the samplers if they have slices of their own."""
         return (self.trainer,) if self.samplers is None else (self.trainer, self.samplers)
+
+    def queue_of(self, role: Role) -> str | None:
+        """Return a role's LocalQueue; None: it is not queued."""
+        return (role.queue if isinstance(role, SamplerRole) else None) or self.queue
 
     @model_validator(mode="after")
     def _complete(self) -> "Values":
@@ -195,8 +228,17 @@ class Values(Section):
                 '"$(openssl rand -hex 32)", then join_secret: {name: '
                 f"{self.name}-join, key: secret}}."
             )
-        queued = any(role.capacity == "queued" for role in self.roles)
-        if queued and self.queue is None:
+        if self.samplers is not None:
+            role = self.samplers
+            numbers = (role.most or role.replicas) - 1, role.tpu.hosts - 1
+            longest = "{}-sampler-{}-sampler-0-{}-12345".format(self.name, *numbers)  # of a pod
+            if (over := len(longest) - MOST_LETTERS) > 0:
+                raise ValueError(
+                    f"name is too long, by {over}: the pods of its samplers would have names "
+                    f"of more than {MOST_LETTERS}, which Kubernetes does not accept. Shorten it."
+                )
+        queued = [role for role in self.roles if role.capacity == "queued"]
+        if any(self.queue_of(role) is None for role in queued):
             raise ValueError("capacity=queued needs queue: a Kueue LocalQueue. Set it.")
         if self.max_run_s is not None and not queued:
             raise ValueError("max_run_s is for capacity=queued. Remove it.")

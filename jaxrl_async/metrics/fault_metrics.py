@@ -162,6 +162,12 @@ FAULT_METRICS: tuple[Metric, ...] = (
         ),
         ("faults/transfer_retries", "transfers", "Weights sent again after a failed transfer."),
         (
+            "faults/transfer_fallbacks",
+            "transfers",
+            "Weights that did not arrive the way remote.transfer asks for (from device to device, "
+            "through shared memory), and were fetched over TCP; the sampler's log says why.",
+        ),
+        (
             "faults/torn_transfers",
             "transfers",
             "Copies of weights that did not match their checksum or did not arrive; not used.",

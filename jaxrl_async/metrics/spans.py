@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,19 +28,24 @@ WRITE_EVERY_S = 60.0
 
 _recorder: SpanRecorder | None = None
 _write: Callable[[], None] | None = None  # brings what is recorded so far to its file
+annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+"""What marks the time inside a `with` in another trace, too (profiling.py); None: nothing does."""
 
 
 class span:
     """Record the time inside a `with`, if spans are recorded."""
 
-    __slots__ = ("_args", "_lanes", "_name", "_start_s")
+    __slots__ = ("_args", "_lanes", "_mark", "_name", "_start_s")
 
     def __init__(self, name: str, lanes: str = "", **args: Any) -> None:
         """Name it, and what is said of it (numbers and texts); lanes: see RecordedSpan."""
         self._name, self._lanes, self._args = name, lanes, args
+        self._mark = None if annotate is None else annotate(name)
 
     def __enter__(self) -> None:
         self._start_s = TRACE_CLOCK()
+        if self._mark is not None:
+            self._mark.__enter__()
 
     def __exit__(
         self,
@@ -48,6 +53,8 @@ class span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(kind, error, trace)
         if _recorder is not None:
             end_s = TRACE_CLOCK()
             _recorder.add(RecordedSpan(self._name, self._start_s, end_s, self._lanes, self._args))

@@ -1,12 +1,13 @@
 """Attention: the reference in plain jax.numpy, which defines it, and the choice of a kernel.
 
-sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn;
-                        of contexts that share prefixes as well; on CPUs, kernels of our own
-                        for both
+sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn and
+                        flash (NVIDIA); of contexts that share prefixes as well; on CPUs, kernels
+                        of our own for both
 ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
 """
 
-from functools import partial
+import logging
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.model import kernels
+from jaxrl_async.model import gpu_flash, gpu_packed, kernels
+from jaxrl_async.model.card import capability_of
 from jaxrl_async.model.cpu.gradients import flash, tree_flash
 from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
@@ -28,6 +31,8 @@ from jaxrl_async.model.kernels import (
     of_extent,
     seen_in_tree,
 )
+
+log = logging.getLogger(__name__)
 
 MASKED = -1e30
 """Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
@@ -218,19 +223,6 @@ def tree_splash(
     )
 
 
-def tree_cudnn(
-    q_BTHK: Array,
-    k_BTNK: Array,
-    v_BTNK: Array,
-    extent_BT: Array,
-    scoring: Scoring = PLAIN,
-    sinks_H: Array | None = None,
-) -> Array:
-    """Attend as kernels.cudnn_causal, where contexts share prefixes."""
-    kernels.refuse_cap(scoring, sinks_H)
-    return kernels.cudnn_causal(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring))
-
-
 REFERENCE_TOKENS = 64
 """Query tokens whose pages ragged_paged_reference copies at a time."""
 
@@ -294,41 +286,43 @@ def _reference_part(
     return attend(q, k, v, seen, scoring, sinks)
 
 
-def _cudnn_part(
+def _flash_part(
     q: Array,
     k: Array,
     v: Array,
-    q_segments: Array,
+    _: Array,
     kv_segments: Array,
     positions: Array,
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> Array:
-    kernels.refuse_cap(scoring, sinks)
-    visible = seen_from(q_segments, kv_segments, positions[0], scoring.window)
-    return kernels.cudnn_masked(q, k, v, visible)
+    return gpu_flash.flash_part(q, k, v, kv_segments, positions[0], scoring, sinks)
 
 
 PART_ATTENTION = {
     "reference": kernels.PartAttention(_positions, _reference_part),
     "splash": kernels.SPLASH_PART,
-    "cudnn": kernels.PartAttention(_positions, _cudnn_part),
+    "cudnn": kernels.PartAttention(_positions, _flash_part),
+    "flash": kernels.PartAttention(_positions, _flash_part),
 }
-"""Attention by name for rows whose length is divided over devices."""
+"""Attention by name for rows whose length is divided over devices; cuDNN has none."""
 
 SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": reference,
     "splash": kernels.splash,
-    "cudnn": kernels.cudnn,
+    "cudnn": gpu_packed.cudnn,
+    "flash": gpu_flash.flash,
 }
 """Attention by the names of model.attention; auto chooses one of them."""
 
 TREE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": tree_reference,
     "splash": tree_splash,
-    "cudnn": tree_cudnn,
+    "cudnn": gpu_flash.tree_flash,
+    "flash": gpu_flash.tree_flash,
 }
-"""The same for contexts that share prefixes: the last argument is `visible_until`."""
+"""The same for contexts that share prefixes, for which cuDNN has none: the last argument is
+`visible_until`."""
 
 
 def _tree_reference_part(
@@ -359,7 +353,7 @@ def _tree_splash_part(
     return kernels.splash_in_tree(q, k, v, extent, places[0], scoring, sinks, most=most)
 
 
-def _tree_cudnn_part(
+def _tree_flash_part(
     q: Array,
     k: Array,
     v: Array,
@@ -369,14 +363,14 @@ def _tree_cudnn_part(
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> Array:
-    kernels.refuse_cap(scoring, sinks)
-    return kernels.cudnn_masked(q, k, v, _seen(extent, places[0], scoring))
+    return gpu_flash.tree_flash_part(q, k, v, extent, places[0], scoring, sinks)
 
 
 TREE_PARTS = {
     "reference": PartAttention(_positions, _tree_reference_part),
     "splash": PartAttention(_positions, _tree_splash_part),
-    "cudnn": PartAttention(_positions, _tree_cudnn_part),
+    "cudnn": PartAttention(_positions, _tree_flash_part),
+    "flash": PartAttention(_positions, _tree_flash_part),
 }
 """Attention by name for rows that share prefixes and whose length is divided over devices."""
 
@@ -392,8 +386,10 @@ def sequence_attention(
     shares_prefixes: bool = False,
     cpu_kernels: bool = False,
 ) -> SequenceAttention:
-    """Return the attention of that name; auto chooses splash on TPU, cudnn on NVIDIA if type and
-    head width allow it, the kernels of our own on CPUs, else the reference.
+    """Return the attention of that name; auto chooses splash on TPU, on NVIDIA cudnn if the card,
+    type and heads allow it and else flash, our own kernels on CPUs, else the reference.
+
+    With cudnn, rows that share prefixes or are divided over the axis context take flash's kernels.
 
     Args:
         name: a name of SEQUENCE_ATTENTION, or auto.
@@ -416,13 +412,18 @@ def sequence_attention(
         name = next(
             (
                 n
-                for n in ("splash", "cudnn")
+                for n in ("splash", "cudnn", "flash")
                 if not obstacle(n, device, dtype, head_dim, cap, sinks=sinks)
             ),
             "reference",
         )
+        if name == "reference" and device.platform != "cpu":
+            _say_quadratic(device.platform)
     if problem := obstacle(name, device, dtype, head_dim, cap, sinks=sinks):
         raise ConfigError(f"model.attention={name} {problem}")
+    divided = mesh is not None and mesh.size > 1 and mesh.shape["context"] > 1
+    if name == "cudnn" and (shares_prefixes or divided):
+        log.info("model.attention=cudnn: rows that share prefixes or are divided take flash")
     if shares_prefixes:
         return _tree_attention(name, mesh, kernels.most_splash_block(device, dtype))
     if name == "splash":
@@ -439,6 +440,20 @@ def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttentio
     return kernels.per_shard(partial(tree_splash, most=most), mesh, part)
 
 
+HOPPER = 9
+"""The first compute capability of NVIDIA for which cuDNN has packed rows."""
+WIDEST_CUDNN = {HOPPER: 256}
+"""Widest heads that cuDNN trains, by the major compute capability; of all others after Hopper:"""
+WIDEST_CUDNN_LATER = 128
+"""JAX's own check allows 256 there, but NVIDIA's frontend in jaxlib refuses more than 128 in the
+backward pass of all but Hopper (scaled_dot_product_flash_attention.h, version 1.23). 256
+on 10.x, packed, needs version 1.26 and cuDNN 9.30 (github.com/NVIDIA/TransformerEngine/pull/3056).
+"""
+LEAST_CUDNN = {(10, 3): (9, 11, 0), (12, 0): (9, 18, 1), (12, 1): (9, 18, 1)}
+"""Least version of cuDNN for packed rows on cards that need a newer one: JAX refuses an older one
+on 10.3, and 12.x has packed rows since (github.com/NVIDIA/TransformerEngine/pull/2693)."""
+
+
 def has_cpu_kernels(device: Any, dtype: Any) -> bool:
     """Return whether an update on a device can compute by CPU kernels of our own; builds them."""
     return (
@@ -452,24 +467,55 @@ def obstacle(
     """Return why an attention cannot run on a device, and what to do; None if it can."""
     if name == "splash" and device.platform != "tpu":
         return f"needs a TPU, and the trainer runs on {device.platform}. Set it to auto."
-    if name != "cudnn":
+    if name not in ("cudnn", "flash"):
         return None
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0" on NVIDIA
-    if not capability[:1].isdigit():
+    capability = capability_of(device)
+    if capability is None:
         return f"needs an NVIDIA GPU, and the trainer runs on {device.platform}. Set it to auto."
+    its = "{}.{}".format(*capability)
+    least = HOPPER if name == "cudnn" else AMPERE
+    if capability[0] < least:
+        return (
+            f"needs an NVIDIA GPU of compute capability {least}.0, and the trainer's has {its}. "
+            "Set it to auto."
+        )
+    if name == "flash":
+        return None
+    if gpu_packed.cudnn_attention() is None:
+        return (
+            f"needs cuDNN's attention by offsets, which jax {jax.__version__} does not have where "
+            "this package looks. Set model.attention=flash."
+        )
     if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
         return (
             f"computes in float16 or bfloat16, and model.dtype is {jnp.dtype(dtype)}. Set "
-            "model.dtype=bfloat16 or model.attention=reference."
+            "model.dtype=bfloat16 or model.attention=flash."
         )
     if cap:
-        return "has no cap of scores, as this model wants. Set model.attention=reference."
+        return "has no cap of scores, which this model needs. Set model.attention=flash."
     if sinks:
-        return "has no attention sinks, as this model wants. Set model.attention=reference."
-    widest = 256 if float(capability) >= 9 else 128
+        return "has no attention sinks, which this model needs. Set model.attention=flash."
+    widest = WIDEST_CUDNN.get(capability[0], WIDEST_CUDNN_LATER)
     if head_dim > widest or head_dim % 8:
         return (
-            f"wants heads of a multiple of 8, at most {widest} on this GPU, and the model's are "
-            f"{head_dim} wide. Set model.attention=reference."
+            f"needs heads of a multiple of 8, at most {widest} on compute capability {its}, and "
+            f"the model's are {head_dim} wide. Set model.attention=flash."
+        )
+    needed, found = LEAST_CUDNN.get(capability), gpu_packed.cudnn_version()
+    if needed and found and found < needed:
+        wanted, older = (".".join(map(str, version)) for version in (needed, found))
+        return (
+            f"needs cuDNN {wanted} on compute capability {its}, and {older} is installed. Install "
+            "a newer nvidia-cudnn, or set model.attention=flash."
         )
     return None
+
+
+@cache
+def _say_quadratic(platform: str) -> None:
+    log.warning(
+        "no attention kernel runs on this %s: the reference keeps all scores of a row in memory, "
+        "several times 4 bytes x heads x length squared. Lower trainer.row_length if memory runs "
+        "out.",
+        platform,
+    )

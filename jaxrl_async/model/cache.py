@@ -10,10 +10,10 @@ are found by the table of its group.
     gathered    pages are copied once per block into a working copy [R, N, K, C + X] (keys with the
                 positions last: the fastest form for XLA's CPU and a dense one for a GPU), every row
                 appends at the same column, and the new columns go back to the pages at the end
-    ragged      a TPU kernel reads the pages themselves, and the step writes into them
+    ragged      a kernel for TPU or GPU reads the pages themselves, and the step writes into them
 
 The form is chosen once per engine; both hold the same numbers. Of a model with latent attention
-(latent.py) pages are gathered, and values have width 0: the keys, of one head, are the values, too.
+(latent.py) values have width 0: the keys, of one head, are the values, too.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,9 @@ class PagedKV(NamedTuple):
     """Keys and values in pages: one array for each layer of a group, see kv_layout.py.
 
     gathered: k arrays of [P, N, K, G], v arrays of [P, N, G, K].
-    ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis, heads padded
-    with zeros to the width that the kernel reads; v is empty.
+    ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis, of latent
+    attention [P, G, 1, W]; for a TPU heads are padded with zeros to the width that its kernel
+    reads; v is empty.
     """
 
     k: tuple[Array, ...]
@@ -66,14 +67,17 @@ def init_pages(
     dtype: Any,
     *,
     ragged: bool = False,
+    padded: bool = True,
 ) -> PagedKV:
-    """Return empty pages; for the ragged kernel and a model with sinks with a sinks_page behind
-    them."""
+    """Return empty pages; of the form `ragged`, they may be padded for the TPU's kernel. Padded
+    pages of a model with sinks have a sinks_page behind them."""
     (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, dtype) for _ in range(layout.arrays))
 
+    if ragged and not padded:
+        return PagedKV(layers(pages, G, sides * N, K), ())
     if ragged and spec.sinks:
         shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to
         sinks = sinks_page(G, 2 * N, K, dtype)
@@ -113,10 +117,16 @@ def write_tokens(
 def written(pages: Array, k: Array, v: Array, numbers: Array, offsets: Array) -> Array:
     """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] of these numbers [n]: first
     head's key, its value, second head's key, ... A number beyond the last is no page."""
+    return pages.at[numbers, offsets].set(cells_of(pages, k, v), mode="drop")
+
+
+def cells_of(pages: Array, k: Array, v: Array) -> Array:
+    """Return tokens [n, N, K] as such pages have them, [n, 2 N, W]; [n, 1, W] if values have width
+    0."""
     n, N, K = k.shape
-    pairs = jnp.stack([k, v], axis=2).reshape(n, 2 * N, K).astype(pages.dtype)
-    cells = jnp.pad(pairs, ((0, 0), (0, 0), (0, pages.shape[-1] - K)))
-    return pages.at[numbers, offsets].set(cells, mode="drop")
+    sides = [k, v] if v.shape[-1] else [k]
+    cells = jnp.stack(sides, axis=2).reshape(n, len(sides) * N, K).astype(pages.dtype)
+    return jnp.pad(cells, ((0, 0), (0, 0), (0, pages.shape[-1] - K)))
 
 
 def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
@@ -171,11 +181,13 @@ def _values_of(pages: Array, table: Array, extra: int) -> Array:
 
 
 def pairs_of(pages: Array, table: Array, head_dim: int, extra: int = 0) -> tuple[Array, Array]:
-    """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]."""
+    """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]; of pages
+    [P, G, 1, W] values of width 0."""
     R, count = table.shape
     rows = take(pages, table).reshape(R, count * pages.shape[1], *pages.shape[2:])[..., :head_dim]
     rows = jnp.pad(rows, ((0, 0), (0, extra), (0, 0), (0, 0)))
-    return jnp.moveaxis(rows[:, :, 0::2], 1, 3), jnp.swapaxes(rows[:, :, 1::2], 1, 2)
+    keys, values = jnp.moveaxis(rows[:, :, 0::2], 1, 3), jnp.swapaxes(rows[:, :, 1::2], 1, 2)
+    return keys, values if pages.shape[2] > 1 else jnp.swapaxes(keys, 2, 3)[..., :0]
 
 
 def recent_pages(
@@ -279,9 +291,10 @@ def attend_chunk(
     if context is None or seen is None:
         weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
-    before = jnp.einsum(
-        "btngk,bnkc->bngtc", grouped, context[0], preferred_element_type=jnp.float32
-    )
+    # Queries with the heads in front, as the context has them: XLA's CPU programs cannot multiply
+    # several rows in bfloat16 otherwise
+    turned = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    before = jnp.einsum("bngtk,bnkc->bngtc", turned, context[0], preferred_element_type=jnp.float32)
     before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)
     both = jnp.concatenate([before, scores], axis=-1)
     weights = softmax_with_sinks(both, sinks).astype(v.dtype)

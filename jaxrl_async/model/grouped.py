@@ -1,11 +1,12 @@
 """Products of rows, sorted by group, with their groups' matrices: the experts' products.
 
     forward          [n, D] x [E, D, F] -> [n, F]          lax.ragged_dot
-    to the rows      [n, F] x [E, D, F] -> [n, D]          the same, turned
-    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU a kernel that ships with JAX
+    to the rows      [n, F] x [E, D, F] -> [n, D]          on a TPU a kernel that ships with JAX
+    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU another one
 
 XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
-work: so the gradient is written down here.
+work, and copies all matrices for the second: so the gradient is written down here. XLA's compiler
+for GPUs computes all three densely: there we use our own kernels (gpu_grouped.py).
 """
 
 from functools import partial
@@ -14,13 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
+
+from jaxrl_async.model.gpu_grouped import grouped_product_on_gpu, matrices_gradient_on_gpu
 
 TILE_ROWS = 256
 """Rows in a tile of the kernel; a tile that two groups share is computed twice."""
 TILE_INPUTS, TILE_OUTPUTS = 512, 1024
 """Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
+FORWARD: DotDimensionNumbers = (((1,), (1,)), ((), ()))
+LEAST_SIDE = 128
+"""Matrices narrower than that (of adapters) are transposed: they are small."""
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
@@ -37,8 +43,26 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> A
         sizes: [E] int32, rows of each group; rows behind them all give 0.
         dtype: of the result.
     """
-    product = jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)
-    return product.astype(dtype)
+    out: Array = jax.lax.platform_dependent(
+        rows,
+        matrices,
+        sizes,
+        cuda=partial(grouped_product_on_gpu, dtype=dtype),
+        default=partial(_by_xla, dtype=dtype, turned=False),
+    )
+    return out
+
+
+def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: bool) -> Array:
+    """Multiply each row with its group's matrix; turned: [E, F, D]."""
+    numbers = RaggedDotDimensionNumbers(
+        dot_dimension_numbers=TO_ROWS if turned else FORWARD,
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return jax.lax.ragged_dot_general(
+        rows, matrices, sizes, numbers, preferred_element_type=jnp.float32
+    ).astype(dtype)
 
 
 def _forward(
@@ -52,22 +76,58 @@ def _backward(
 ) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     cotangent = cotangent.astype(rows.dtype)
-    to_rows = jax.lax.ragged_dot_general(
+    to_rows = jax.lax.platform_dependent(
         cotangent,
         matrices,
         sizes,
-        RaggedDotDimensionNumbers(
-            dot_dimension_numbers=TO_ROWS, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-        ),
-        preferred_element_type=jnp.float32,
+        tpu=rows_gradient_on_tpu,
+        cuda=partial(grouped_product_on_gpu, dtype=rows.dtype, turned=True),
+        default=_rows_gradient,
     )
     to_matrices = jax.lax.platform_dependent(
-        rows, cotangent, sizes, tpu=matrices_gradient_on_tpu, default=_matrices_gradient
+        rows,
+        cotangent,
+        sizes,
+        tpu=matrices_gradient_on_tpu,
+        cuda=matrices_gradient_on_gpu,
+        default=_matrices_gradient,
     )
-    return to_rows.astype(rows.dtype), to_matrices.astype(matrices.dtype), None
+    return to_rows, to_matrices.astype(matrices.dtype), None
 
 
 grouped_product.defvjp(_forward, _backward)
+
+
+def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
+    return _by_xla(cotangent, matrices, sizes, dtype=cotangent.dtype, turned=True)
+
+
+def rows_gradient_on_tpu(
+    cotangent: Array, matrices: Array, sizes: Array, *, interpret: bool = False
+) -> Array:
+    """Multiply each row [n, F] with its group's matrix [E, D, F], turned: [n, D] of the rows' type.
+
+    XLA's program would first transpose all matrices.
+
+    Args:
+        cotangent: [n, F], sorted by group.
+        matrices: [E, D, F] of the same type.
+        sizes: [E] int32, rows of each group; rows behind them all give 0.
+        interpret: run the kernel in Pallas' interpreter, on any platform.
+    """
+    n = cotangent.shape[0]
+    if min(matrices.shape[1:]) < LEAST_SIDE:
+        return _rows_gradient(cotangent, matrices, sizes)
+    padded = jnp.pad(cotangent, ((0, -n % TILE_ROWS), (0, 0)))
+    tiles = (
+        TILE_ROWS,
+        min(matrices.shape[2], TILE_OUTPUTS),
+        min(matrices.shape[1], TILE_INPUTS),
+    )
+    out = gmm(
+        padded, matrices, sizes, cotangent.dtype, tiles, transpose_rhs=True, interpret=interpret
+    )[:n]
+    return jnp.where(jnp.arange(n)[:, None] < jnp.sum(sizes), out, 0)
 
 
 def _matrices_gradient(rows: Array, cotangent: Array, sizes: Array) -> Array:

@@ -1,5 +1,5 @@
-"""Attention kernels that ship with JAX, with the shapes of this package: splash and ragged paged
-attention for TPU, cuDNN's for NVIDIA. Tests compare them with model/attention.py.
+"""Attention kernels for TPU that ship with JAX, with the shapes of this package: splash and ragged
+paged attention. Tests compare them with model/attention.py.
 
 A kernel is opaque to XLA's partitioner, so under a mesh each device runs it on its own rows and
 heads (`per_shard`).
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, spec_for
+from jaxrl_async.mesh import divided, spec_for, trainer_rules
 from jaxrl_async.model.layout import Layout, natural
 from jaxrl_async.model.sink_pages import LANES, page_head_dim, refuse_sinks, with_sinks
 
@@ -347,79 +347,6 @@ def _equal_blocks(block: int) -> splash_lib.BlockSizes:
     )
 
 
-def cudnn(
-    q_BTHK: Array,
-    k_BTNK: Array,
-    v_BTNK: Array,
-    segment_ids_BT: Array,
-    scoring: Scoring = PLAIN,
-    sinks_H: Array | None = None,
-    *,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Array:
-    """Run cuDNN's flash attention on NVIDIA; it has no cap and no sinks. Differentiable.
-
-    float16 or bfloat16; head width a multiple of 8, up to 256 from Hopper on and 128 before. T is
-    padded to a multiple of 8. Segments are a mask [B, 1, T, T] in the inputs' type; blocks above
-    the diagonal are skipped. implementation="xla" makes the same call anywhere, for tests.
-    """
-    refuse_cap(scoring, sinks_H)
-    same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    if scoring.window:
-        places = jnp.arange(segment_ids_BT.shape[1])
-        same = same & (places > places[:, None] - scoring.window)
-    return cudnn_causal(q_BTHK, k_BTNK, v_BTNK, same, implementation=implementation)
-
-
-def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
-    """Raise ConfigError if scores have a bound, or heads have sinks: cuDNN's attention has
-    neither."""
-    if scoring.cap or sinks_H is not None:
-        lacks = "cap of attention scores" if scoring.cap else "attention sinks"
-        raise ConfigError(
-            f"model.attention=cudnn has no {lacks}, and a model of this run (the policy, a teacher "
-            "or a reward model) needs them. Set model.attention=reference."
-        )
-
-
-def cudnn_causal(
-    q_BTHK: Array,
-    k_BTNK: Array,
-    v_BTNK: Array,
-    visible_BTT: Array,
-    *,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Array:
-    """Run cuDNN's attention with a mask [B, T, T] of which query sees which key, and no later ones;
-    as `cudnn` beside that."""
-    T = q_BTHK.shape[1]
-    end = (0, -T % 8)
-    q, k, v = (jnp.pad(x, ((0, 0), end, (0, 0), (0, 0))) for x in (q_BTHK, k_BTNK, v_BTNK))
-    mask = jnp.pad(visible_BTT, ((0, 0), end, end))[:, None]
-    out = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, implementation=implementation
-    )
-    return out[:, :T]
-
-
-def cudnn_masked(
-    q_BtHK: Array,
-    k_BTNK: Array,
-    v_BTNK: Array,
-    visible_BtT: Array,
-    *,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Array:
-    """Run cuDNN's attention with a mask [B, t, T] of which query sees which key; no block is
-    skipped. Lengths are padded to multiples of 8."""
-    t, T = visible_BtT.shape[1:]
-    end = (0, -t % 8), (0, -T % 8)
-    q = jnp.pad(q_BtHK, ((0, 0), end[0], (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), end[1], (0, 0), (0, 0))) for x in (k_BTNK, v_BTNK))
-    mask = jnp.pad(visible_BtT, ((0, 0), *end))[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)[:, :t]
-
-
 def per_shard(
     function: SequenceAttention, mesh: Mesh | None, part: PartAttention
 ) -> SequenceAttention:
@@ -447,7 +374,7 @@ def per_shard(
         layout, (T, H) = Layout(mesh), q_BTHK.shape[1:3]
         ways = layout.ways(T)
         axes = ("batch", "length" if ways > 1 else None, "heads", "head_dim")
-        heads = spec_for(q_BTHK.shape, axes, mesh, TRAINER_RULES)
+        heads = spec_for(q_BTHK.shape, axes, mesh, trainer_rules())
         rows = PartitionSpec(*heads[:2])
         copies = kv_copies(H, k_BTNK.shape[2], mesh.shape["tensor"])
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTNK, v_BTNK))
@@ -461,14 +388,10 @@ def per_shard(
             positions = layout.order(T).reshape(ways, -1)
             one, spec = part.prepare(local_heads, positions, mesh, scoring)
             local, constants, of_constants = _gathering(part, ways, scoring), (one,), (spec,)
-        run = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(heads, heads, heads, rows, *of_constants, *of_sinks),
-            out_specs=heads,
-            check_vma=False,  # a pallas_call does not say over which axes its result varies
-        )
-        return run(q_BTHK, k, v, segment_ids_BT, *constants, *sinks)
+        in_specs = (heads, heads, heads, rows, *of_constants, *of_sinks)
+        run = divided(local, mesh, in_specs, heads)
+        out: Array = run(q_BTHK, k, v, segment_ids_BT, *constants, *sinks)
+        return out
 
     return sharded
 

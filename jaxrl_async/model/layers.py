@@ -166,7 +166,7 @@ class Layer(nnx.Module):
         shapes = {name: w.shape[1:] for name, w in table[stack].items()}
         if fused:
             shapes = jax.eval_shape(
-                fuse, {n: jax.ShapeDtypeStruct(s, float) for n, s in shapes.items()}
+                fuse, {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
             )
             shapes = {name: x.shape for name, x in shapes.items()}
         names = [n for n in adapted if n != LORA_DROP]

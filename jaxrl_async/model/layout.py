@@ -14,19 +14,17 @@ are put back at the end, and hidden states never move.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxrl_async.mesh import TRAINER_RULES, num_shards, spec_for
-
-GATHERED = {**TRAINER_RULES, "embed": None}
-"""How a weight is divided while it is used: gathered over fsdp, divided over the other axes."""
+from jaxrl_async.mesh import devices_here, num_shards, placement, spec_for, trainer_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +41,18 @@ class Layout:
 
     def token_ways(self, tokens: int) -> int:
         """Return over how many devices this many tokens are divided."""
-        ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "tokens")
+        ways = 1 if self.mesh is None else num_shards(self.mesh, trainer_rules(), "tokens")
         return 1 if tokens % ways else ways
 
     def vocab_ways(self, vocab: int) -> int:
         """Return over how many devices a vocabulary is divided."""
-        ways = 1 if self.mesh is None else num_shards(self.mesh, TRAINER_RULES, "vocab")
+        ways = 1 if self.mesh is None else num_shards(self.mesh, trainer_rules(), "vocab")
         return 1 if vocab % ways else ways
 
     @property
     def shares_weights(self) -> bool:
         """Whether several devices share each weight, and gather it to use it."""
-        return self.mesh is not None and num_shards(self.mesh, TRAINER_RULES, "embed") > 1
+        return self.mesh is not None and num_shards(self.mesh, trainer_rules(), "embed") > 1
 
     def order(self, length: int) -> NDArray[np.int32]:
         """Return [T] int32: the natural position of each position in the balanced order."""
@@ -96,19 +94,20 @@ class Layout:
     def place(self, x: Array, *axes: str | None) -> Array:
         """Constrain x's sharding by the logical names of its first dimensions (None: whole); the
         others are left to the compiler."""
-        if self.mesh is None or self.mesh.size == 1:
+        if self.mesh is None or devices_here(self.mesh) == 1:
             return x
-        spec = spec_for(x.shape[: len(axes)], axes, self.mesh, TRAINER_RULES)
+        spec = spec_for(x.shape[: len(axes)], axes, self.mesh, trainer_rules())
         rest = (P.UNCONSTRAINED for _ in x.shape[len(axes) :])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec, *rest)))
+        return jax.lax.with_sharding_constraint(x, placement(self.mesh, P(*spec, *rest)))
 
     def gathered(self, weight: Array, axes: tuple[str, ...]) -> Array:
         """Gather a weight over fsdp; its gradient is summed into the shares."""
-        if self.mesh is None or self.mesh.size == 1:
+        if self.mesh is None or devices_here(self.mesh) == 1:
             return weight
+        rules = trainer_rules()
         shared, whole = (
-            NamedSharding(self.mesh, spec_for(weight.shape, axes, self.mesh, rules))
-            for rules in (TRAINER_RULES, GATHERED)
+            placement(self.mesh, spec_for(weight.shape, axes, self.mesh, each))
+            for each in (rules, {**rules, "embed": None})
         )
         return weight if shared == whole else _gathered(weight, whole, shared)
 
@@ -125,21 +124,17 @@ ONE_DEVICE = Layout()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(weight: Array, whole: NamedSharding, shared: NamedSharding) -> Array:
+def _gathered(weight: Array, whole: Any, shared: Any) -> Array:
     """All-gather with a reduce-scatter as gradient: with a plain constraint each device would sum
     the whole gradient."""
     return jax.lax.with_sharding_constraint(weight, whole)
 
 
-def _gathered_forward(
-    weight: Array, whole: NamedSharding, shared: NamedSharding
-) -> tuple[Array, None]:
+def _gathered_forward(weight: Array, whole: Any, shared: Any) -> tuple[Array, None]:
     return jax.lax.with_sharding_constraint(weight, whole), None
 
 
-def _gathered_backward(
-    whole: NamedSharding, shared: NamedSharding, _: None, gradient: Array
-) -> tuple[Array]:
+def _gathered_backward(whole: Any, shared: Any, _: None, gradient: Array) -> tuple[Array]:
     return (jax.lax.with_sharding_constraint(gradient, shared),)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import TRAINER_RULES, Rules, spec_for
+from jaxrl_async.mesh import TRAINER_RULES, Rules, divided, spec_for, trainer_rules
 from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import apart, dropped
 from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, ExpertRouter
@@ -300,16 +300,17 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
     """
     if mesh is None or mesh.size == 1:
         return run_experts
-    in_use = {**rules, "embed": None}  # whole, as Layout.gathered makes it
 
-    def divided(
+    def sharded(
         x: Array,
         ids: Array,
         share: Array,
         matrices: dict[str, Array],
         activation: Activation = "silu",
     ) -> Array:
-        tokens = spec_for(x.shape, ("tokens", None), mesh, rules)
+        here = trainer_rules() if rules is TRAINER_RULES else rules
+        in_use = {**here, "embed": None}  # whole, as Layout.gathered makes it
+        tokens = spec_for(x.shape, ("tokens", None), mesh, here)
         specs = {
             name: spec_for(matrix.shape, _axes_of(name), mesh, in_use)
             for name, matrix in matrices.items()
@@ -342,16 +343,11 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
             rest = tuple(sorted(summed - {"expert"} if gathers else summed))
             return jax.lax.psum(out, rest) if rest else out
 
-        run = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(tokens, tokens, tokens, specs),
-            out_specs=tokens,
-            check_vma=False,
-        )
-        return run(x, ids, share, matrices)
+        run = divided(local, mesh, (tokens, tokens, tokens, specs), tokens)
+        out: Array = run(x, ids, share, matrices)
+        return out
 
-    return divided
+    return sharded
 
 
 def _with_one_bias(matrices: dict[str, Array], axes: list[str]) -> dict[str, Array]:

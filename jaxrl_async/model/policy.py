@@ -18,7 +18,7 @@ from jaxrl_async.mesh import (
     Rules,
     ask_for_cpu_devices,
     shardings,
-    skip_absent_tpu,
+    skip_absent_accelerators,
 )
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
@@ -111,7 +111,7 @@ class Policy:
             decoder: FILE.py:CLASS, the layers of a directory whose layers are the user's own; its
                 code is run.
         """
-        skip_absent_tpu()
+        skip_absent_accelerators()
         if not jax.distributed.is_initialized():
             ask_for_cpu_devices()
         if decoder is not None:

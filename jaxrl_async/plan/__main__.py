@@ -1,8 +1,10 @@
-"""python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64: does it fit?
+"""python -m jaxrl_async.plan CONFIG [section.key=value ...] --topology v5e-64 | h100-8: does it
+fit?
 
-Compiles a run's programs with the real TPU compiler, on any machine, for slices that need not
-exist, and reports what HBM holds, what takes time, and how fast trainer and samplers are together.
-Nothing runs on a device, and no weights are loaded. Compiled programs are cached (--cache).
+Compiles a run's programs with the real compiler of TPUs, or of NVIDIA cards, on any machine, for
+slices and cards that need not exist, and reports what their memory holds, what takes time, and how
+fast trainer and samplers are together. Nothing runs on a device, and no weights are loaded.
+Compiled programs are cached (--cache).
 
 Exit codes: 0 it fits; 1 it does not, or something failed; 2 a bad command line or configuration.
 """
@@ -15,13 +17,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError, MeshError, MissingExtraError
-from jaxrl_async.plan.chips import Slice, parse_chips, parse_slice
+from jaxrl_async.plan import cuda
+from jaxrl_async.plan.chips import Chip, Slice, parse_chips, parse_slice
 from jaxrl_async.plan.lengths import assumed, read_lengths
 
 COMPILER_ENV = {
@@ -46,13 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "of them (RUN/NAME/config.yaml, or without `runs`); each adds its adapter, with "
                 "moments, to the trainer and a place to each sampler."
             )
-        trainer = parse_slice(args.topology)
+        trainer = _trainer_slices(args)
+        if trainer.count > 1 and config.mesh.samplers_in != "elsewhere":
+            raise ConfigError(
+                f"--num-slices {trainer.count} is for a trainer on separate slices, and with "
+                f"mesh.samplers_in={config.mesh.samplers_in} the samplers are on them. Set "
+                "mesh.samplers_in=elsewhere."
+            )
+        config = config.on_devices(*_kind_of(trainer.chip))
         name = args.sampler_topology or _samplers_of(config, trainer)
         samplers = parse_chips(name) if name else None
         longest = config.sampler.max_new_tokens
         lengths = read_lengths(Path(args.lengths), longest) if args.lengths else assumed(longest)
-        _check_compiler()
-        os.environ |= COMPILER_ENV
+        os.environ |= _compiler_env(trainer.chip, samplers[0] if samplers else trainer.chip)
         if args.cache:
             os.environ["JAXRL_ASYNC_CACHE"] = args.cache
         # Loaded late, so that the environment is set before JAX starts.
@@ -88,8 +98,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology",
         required=True,
-        help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; what trainer and samplers divide "
-        "unless mesh.samplers_in=elsewhere",
+        help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; or NVIDIA cards: h100-8, or "
+        "h100:2x8 (hosts and the cards of each); what trainer and samplers divide unless "
+        "mesh.samplers_in=elsewhere",
+    )
+    parser.add_argument(
+        "--num-slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the trainer has N slices of --topology, joined by the data center network: "
+        "mesh.trainer.data is a multiple of N, mesh.samplers_in=elsewhere",
     )
     parser.add_argument(
         "--sampler-topology",
@@ -110,6 +129,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _trainer_slices(args: argparse.Namespace) -> Slice:
+    """Return the trainer's slice, or slices. Raises ConfigError."""
+    one = parse_slice(args.topology)
+    if args.num_slices < 1:
+        raise ConfigError(f"--num-slices {args.num_slices}: give 1 or more.")
+    if args.num_slices > 1 and args.write:
+        raise ConfigError(
+            "--write divides the chips of one slice, and with --num-slices there are several: "
+            "leave --write out, and set trainer.tpu.slices in the values file by hand."
+        )
+    return replace(one, count=args.num_slices)
+
+
 def _samplers_of(config: Config, trainer: Slice) -> str | None:
     """Name the chips of the samplers; None: they have no slices of their own."""
     mesh = config.mesh
@@ -119,12 +151,28 @@ def _samplers_of(config: Config, trainer: Slice) -> str | None:
     return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"
 
 
-def _check_compiler() -> None:
+def _kind_of(chip: Chip) -> tuple[str, str | None]:
+    """Return JAX's platform and, of a card, its compute capability."""
+    return ("gpu", cuda.capability_of(chip)) if chip.is_card else ("tpu", None)
+
+
+def _compiler_env(trainer: Chip, sampler: Chip) -> dict[str, str]:
+    """Return the environment that the compiler needs. Raises ConfigError, and MissingExtraError
+    where the compiler is not installed."""
+    if trainer.is_card != sampler.is_card:
+        raise ConfigError(
+            f"--topology has {trainer.generation} and --sampler-topology {sampler.generation}: a "
+            "plan is of TPUs or of NVIDIA cards. Plan each side with samplers of the same kind."
+        )
+    if trainer.is_card:
+        cuda.check_compiler()
+        return cuda.environment()
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError(
             "libtpu, the TPU compiler, is not installed (it needs no TPU): pip install "
             f"'jax[tpu]=={version('jax')}'"
         )
+    return COMPILER_ENV
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ def advice(plan: Plan, config: schema.Config) -> list[str]:
         if memory.fits:
             continue
         short = memory.total_bytes - memory.usable_bytes
-        lines.append(f"a {side} chip lacks {short / GIB:.2f} GiB. Changes that save memory on it:")
+        word = plan.trainer.where.chip.word
+        lines.append(
+            f"a {side} {word} lacks {short / GIB:.2f} GiB. Changes that save memory on it:"
+        )
         lines += [
             f"  {saved / GIB:6.2f} GiB  {what}"
             for saved, what in sorted(savings, key=lambda line: -line[0])
@@ -25,14 +28,14 @@ def advice(plan: Plan, config: schema.Config) -> list[str]:
 
 
 def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
-    kinds = plan.trainer.memory.kinds
+    kinds, word = plan.trainer.memory.kinds, plan.trainer.where.chip.word
     shards = config.mesh.trainer.fsdp
     references = kinds.get("reference", 0.0) + kinds.get("resting reference", 0.0)
     state = sum(kinds.get(k, 0.0) for k in ("parameters", "optimiser", "gradients")) + references
     temporaries = kinds.get("activations and temporaries", 0.0)
     rows = config.trainer.micro_batch_tokens // config.row_length
     savings = [
-        (state / 2, f"mesh.trainer.fsdp={2 * shards}, on twice as many chips"),
+        (state / 2, f"mesh.trainer.fsdp={2 * shards}, on twice as many {word}s"),
         (
             kinds.get("weights in transfer", 0.0) / 2,
             f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}: the weights are sent in "
@@ -68,10 +71,13 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
 def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
     kinds, memory = plan.sampler.memory.kinds, plan.sampler.memory
     weights = kinds.get("weights", 0.0) + kinds.get("next weights", 0.0)
-    short = memory.total_bytes - memory.usable_bytes
+    short, word = memory.total_bytes - memory.usable_bytes, plan.sampler.where.chip.word
     pages, devices = kinds.get("KV cache", 0.0), plan.sampler.where.num_devices
     savings = [
-        (weights / 2, f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}, on twice the chips")
+        (
+            weights / 2,
+            f"mesh.sampler.tensor={2 * config.mesh.sampler.tensor}, on twice the {word}s",
+        )
     ]
     if pages > 1.02 * max(short, 0.0):
         given = config.sampler.kv_memory_mib or pages * devices / 2**20

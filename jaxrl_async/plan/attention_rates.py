@@ -1,10 +1,10 @@
-"""Shares of the peak that splash attention reaches, from published measurements.
+"""Shares of the peak that attention's kernels reach in training, from published measurements.
 
-Nothing here was measured by this project. The times are those of tokamax, whose kernel comes from
-JAX's, tuned for each shape (github.com/openxla/tokamax, data/autotuning/GENERATION/
-pallas_mosaic_tpu_flash_attention.json, read November 2026): causal, bfloat16, forward with what the
-backward pass needs, 16,384 tokens in rows of T, heads of K, 2,048 columns in all. FLOPs count the
-causal half.
+Nothing here was measured by this project. Splash attention on TPUs: the times are from tokamax,
+whose kernel is based on JAX's, tuned for each shape (github.com/openxla/tokamax,
+data/autotuning/GENERATION/ pallas_mosaic_tpu_flash_attention.json, read November 2026): causal,
+bfloat16, forward with what the backward pass needs, 16,384 tokens in rows of T, heads of K, 2,048
+columns in all. FLOPs count the causal half.
 
 v5e has no published times. It has v5p's shares, and so has v4: a TensorCore of each of the three
 has four matrix units of 128 x 128 (cloud.google.com/tpu/docs). Those of v6e and tpu7x are
@@ -18,6 +18,11 @@ in JAX's kernel says why), and the one published time is 3.7 ms on v5p, 35 % of 
 gradient 5.6 ms, forward alone 1.9 ms or 27 %, of 2 rows, 110 heads of 128, T = 2,048, JAX's kernel
 in blocks of 512 (github.com/apple/axlearn, commit a5f0b46,
 common/flash_attention/tpu_attention_benchmark.py). There they have that share at most.
+
+NVIDIA cards: FlashAttention-3's authors timed on an H100 (arxiv.org/abs/2407.08608, figure 5, heads
+of 128, forward) cuDNN at 595 to 617 TFLOP/s for rows of 2,048 and more, 0.6 of the peak, and Triton
+at 390, 0.4. The backward passes are assumed at five sixths of that. The same shares are taken for
+the other cards.
 """
 
 from bisect import bisect_right
@@ -47,6 +52,9 @@ FORWARD_MS = {
 TOKENS, COLUMNS = 16384, 2048
 SAME_MATRIX_UNITS = {"v4": "v5p", "v5e": "v5p"}
 BACKWARD_MOST = {"v4": 0.35, "v5p": 0.35}
+CUDNN_SHARES = (0.6, 0.5)
+"""Forward and backward; and of our own kernels, which Triton compiles:"""
+TRITON_SHARES = (0.4, 0.33)
 
 
 def splash_share(generation: str, length: int, width: int, *, backward: bool = False) -> float:
@@ -71,6 +79,12 @@ def splash_share(generation: str, length: int, width: int, *, backward: bool = F
     low, high = LENGTHS[place - 1 : place + 1]
     part = log2(length / low)  # measured lengths double
     return share[low] * (1 - part) + share[high] * part
+
+
+def card_share(kernel: str, *, backward: bool = False) -> float:
+    """Return the share of an NVIDIA card's peak that a kernel of attention reaches."""
+    forward, back = CUDNN_SHARES if kernel.startswith("cudnn") else TRITON_SHARES
+    return back if backward else forward
 
 
 def _share(generation: str, length: int, milliseconds: float) -> float:

@@ -1,19 +1,32 @@
-"""TPU chips by generation, and their slices. Public numbers.
+"""TPU chips and NVIDIA cards by generation, and their slices. Public numbers.
 
-Peak, HBM and ICI are the "system architecture" tables of cloud.google.com/tpu/docs (v4, v5e, v5p,
-v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a chip
+TPUs. Peak, HBM and ICI are the "system architecture" tables of cloud.google.com/tpu/docs (v4, v5e,
+v5p, v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a chip
 together; v4's is that of the scaling book (jax-ml.github.io/scaling-book/tpus), 45 GB/s a link and
 direction. DCN is a pod's, or a host's NICs', by its chips.
 
 `usable_bytes` is what libtpu's compiler lets a program have ("exceeds available HBM (15.75G)"),
 a little less than the chip has. `clock_hz` turns the compiler's cycles into seconds: the peak,
 divided by the products that the matrix units make in a cycle.
+
+NVIDIA cards. Peak (bfloat16, without sparsity), bandwidth and NVLink (both directions, all links of
+a card together) are from NVIDIA's data sheets: nvidia.com/data-center/h100 (SXM), h200 (SXM),
+a100 (SXM, 80 GB), hgx (B200), l4, which has PCIe 4.0 x16. Memory is what CUDA reports, a little
+less than the card has: H100, A100 and B200 as openxla.org's device descriptions have it
+(github.com/openxla/xla, xla/backends/gpu/target_config/specs), H200 and L4 as PyTorch reports it in
+its messages of too little memory (139.8 and 22.03 GiB; nvidia-smi shows 22.49 of L4). The network
+out of a host is a card's own NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of
+the 100 Gb/s of Google Cloud's g2-standard-96 for L4. All read November 2026.
+
+Of a card's memory programs may have the share that JAX takes, which the environment says: see
+memory_share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.host import LARGE_GPU_SHARE, gpu_memory
 
 GIB = 2**30
 
@@ -23,16 +36,28 @@ class Chip:
     """One generation. Rates are per second and per JAX device (a tpu7x chip is two devices)."""
 
     generation: str
-    devices: int  # per chip
+    devices: int = 1  # per chip
     peak_flops: float  # bf16
-    usable_bytes: float  # HBM that programs may have
+    usable_bytes: float  # memory that programs may have
     hbm_bytes_per_s: float
-    ici_bytes_per_s: float  # both directions, all links
-    dcn_bytes_per_s: float  # out of the slice
-    clock_hz: float
-    torus_dims: int
-    wrap_side: int  # a side of the slice this long, or a multiple, is a ring
-    megacore: bool  # two cores are one device: an option of the compiler
+    ici_bytes_per_s: float  # both directions, all links; of a card: NVLink or PCIe
+    dcn_bytes_per_s: float  # out of the slice; of a card: out of its host
+    clock_hz: float = 0.0  # of a TPU
+    torus_dims: int = 2
+    wrap_side: int = 1  # a side of the slice this long, or a multiple, is a ring
+    megacore: bool = False  # two cores are one device: an option of the compiler
+    host_cards: int = 0  # NVIDIA cards in a host; 0: a TPU
+    memory_bytes: float = 0.0  # of a card, as CUDA reports it
+
+    @property
+    def is_card(self) -> bool:
+        """Whether it is an NVIDIA card."""
+        return self.host_cards > 0
+
+    @property
+    def word(self) -> str:
+        """What one of them is called."""
+        return "card" if self.is_card else "chip"
 
 
 def _chip(
@@ -76,18 +101,62 @@ CHIPS = {
 }
 
 
+def _card(
+    generation: str,
+    tflops: float,
+    memory_bytes: float,
+    hbm_gb: float,
+    link_gb: float,
+    nic_gb: float,
+) -> Chip:
+    """Make the Chip of an NVIDIA card; a host has eight."""
+    return Chip(
+        generation=generation,
+        peak_flops=tflops * 1e12,
+        usable_bytes=LARGE_GPU_SHARE * memory_bytes,
+        hbm_bytes_per_s=hbm_gb * 1e9,
+        ici_bytes_per_s=link_gb * 1e9,
+        dcn_bytes_per_s=nic_gb * 1e9,
+        host_cards=8,
+        memory_bytes=memory_bytes,
+    )
+
+
+CARDS = {
+    card.generation: card
+    for card in (
+        _card("h100", 989.4, 84_942_979_072, 3352, 900, 50),
+        _card("h200", 989.4, 139.8 * GIB, 4800, 900, 50),
+        _card("a100", 312, 85_100_068_864, 2039, 600, 25),
+        _card("b200", 2250, 191_514_411_008, 7672, 1800, 50),
+        _card("l4", 121, 22.03 * GIB, 300, 64, 1.56),
+    )
+}
+
+
+def memory_share() -> float:
+    """Return the share of a card's memory that programs may have: what the environment says, as JAX
+    reads it, or else LARGE_GPU_SHARE. Raises ConfigError."""
+    memory = gpu_memory()
+    if memory.problem:
+        raise ConfigError(memory.problem)
+    return memory.planned_share
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A TPU slice: a box of chips of one generation; or a part of one, for one of its roles."""
+    """A TPU slice: a box of chips of one generation; or hosts of NVIDIA cards; or a part of one,
+    for one of its roles; or several TPU slices, joined by the data center network."""
 
     chip: Chip
-    shape: tuple[int, ...]  # chips on each side
+    shape: tuple[int, ...]  # chips on each side; of cards: hosts, and the cards of each
     part: str = ""  # the slice that it is a part of, and which of its devices; "": it is whole
+    count: int = 1  # slices of this shape
 
     @property
     def num_chips(self) -> int:
-        """Number of chips."""
-        return prod(self.shape)
+        """Number of chips, of all slices together."""
+        return prod(self.shape) * self.count
 
     @property
     def num_devices(self) -> int:
@@ -96,21 +165,42 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """The usual name: v5e-64."""
-        return f"{self.chip.generation}-{self.num_chips}"
+        """The usual name: v5e-64, or 2 x v5e-64."""
+        return f"{self._times}{self.chip.generation}-{prod(self.shape)}"
 
     @property
     def topology(self) -> str:
-        """The name for libtpu: v5e:8x8; of a part, which devices of which slice."""
-        return self.part or f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+        """The name for the compiler: v5e:8x8, h100:1x8; of a part, its devices and their slice."""
+        return self.part or f"{self._times}{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def _times(self) -> str:
+        return f"{self.count} x " if self.count > 1 else ""
+
+    def sent_bytes_per_s(self, group: int, near: int = 0, *, in_a_ring: bool = True) -> float:
+        """Return how many bytes a device sends in a second of a collective.
+
+        Args:
+            group: devices that send to one another.
+            near: of them, cards in one host; a group in several hosts sends by the network
+                cards. 0 (TPUs): hosts do not matter.
+            in_a_ring: whether each byte leaves a host once, by any of its cards in the group.
+        """
+        one_way = self.chip.ici_bytes_per_s / 2
+        if not self.chip.is_card:
+            return one_way * self.link_share(group)
+        if near == group:
+            return one_way
+        return min(one_way, self.chip.dcn_bytes_per_s * (near if in_a_ring else 1))
 
     def link_share(self, group: int) -> float:
-        """Return the share of a chip's links that a collective among `group` devices can use.
+        """Return the share of a TPU's links that a collective among `group` devices can use.
 
         These are the sides of the slice that such a group spans; one that is no ring counts half.
         """
         sides = len(self.sides)
-        spanned = max(1, ceil(log2(max(group, 2)) / log2(max(self.num_devices, 2)) * sides))
+        within = self.num_devices // self.count
+        spanned = max(1, ceil(log2(max(group, 2)) / log2(max(within, 2)) * sides))
         rings = [1.0 if side % self.chip.wrap_side == 0 else 0.5 for side in self.sides]
         return sum(sorted(rings)[:spanned]) / self.chip.torus_dims
 
@@ -121,34 +211,41 @@ class Slice:
 
 
 def parse_slice(name: str) -> Slice:
-    """Parse `v5e-64`, or `v5e:4x16` with an explicit shape. Raises ConfigError.
+    """Parse `v5e-64`, or `v5e:4x16` with an explicit shape; or `h100-8`, or `h100:2x8`, hosts and
+    the
+    cards of each. Raises ConfigError.
 
     The number counts chips (Google Cloud's own names of v4 and v5p slices count TensorCores, two
     per chip).
     """
     chip, sides = _parsed(name)
+    if chip.is_card:
+        return Slice(chip=chip, shape=_hosts(chip, sides, name))
     return Slice(chip=chip, shape=sides if len(sides) > 1 else _box(chip, sides[0], name))
 
 
 def parse_chips(name: str) -> tuple[Chip, int]:
-    """Parse any number of chips, which need not be one slice. Raises ConfigError."""
+    """Parse any number of chips or cards, which need not be one slice. Raises ConfigError."""
     chip, sides = _parsed(name)
     return chip, prod(sides)
 
 
 def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
     generation, sep, size = name.replace(":", "-", 1).partition("-")
-    chip = CHIPS.get({"v7x": "tpu7x", "v5litepod": "v5e"}.get(generation, generation))
+    generation = {"v7x": "tpu7x", "v5litepod": "v5e"}.get(generation, generation)
+    chip = CHIPS.get(generation) or CARDS.get(generation)
     if chip is None or not sep:
         raise ConfigError(
-            f"unknown topology {name!r}: give GENERATION-CHIPS, such as v5e-64, or "
-            f"GENERATION:SHAPE, such as v5e:8x8; generations are {', '.join(CHIPS)}."
+            f"unknown topology {name!r}: give GENERATION-CHIPS, such as v5e-64 or h100-8, or "
+            f"GENERATION:SHAPE, such as v5e:8x8; generations are {', '.join((*CHIPS, *CARDS))}."
         )
+    if chip.is_card:
+        chip = replace(chip, usable_bytes=memory_share() * chip.memory_bytes)
     sides = size.split("x")
     if not all(s.isdecimal() and 0 < int(s) <= 2**16 for s in sides):
         raise ConfigError(
-            f"unknown topology {name!r}: {size!r} is neither a number of chips nor a shape such as "
-            f"{'4x4x8' if chip.torus_dims == 3 else '8x8'}."
+            f"unknown topology {name!r}: {size!r} is neither a number of {chip.word}s nor a shape "
+            f"such as {'2x8' if chip.is_card else '4x4x8' if chip.torus_dims == 3 else '8x8'}."
         )
     if len(sides) not in (1, chip.torus_dims):
         raise ConfigError(
@@ -157,6 +254,22 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
             f"as {chip.generation}:{'4x4x4' if chip.torus_dims == 3 else '4x4'}."
         )
     return chip, tuple(map(int, sides))
+
+
+def _hosts(chip: Chip, sides: tuple[int, ...], name: str) -> tuple[int, int]:
+    """Return hosts, and the cards of each. Raises ConfigError."""
+    most = chip.host_cards
+    if len(sides) == 2:
+        hosts, cards = sides
+    else:
+        hosts, cards = (1, sides[0]) if sides[0] <= most else (sides[0] // most, most)
+    if cards > most or hosts * cards != prod(sides):
+        raise ConfigError(
+            f"topology {name!r}: a host has {most} cards at most, and several hosts have {most} "
+            f"each. Give {chip.generation}-1 to {chip.generation}-{most}, or "
+            f"{chip.generation}-{2 * most}, {chip.generation}-{4 * most} and so on."
+        )
+    return hosts, cards
 
 
 def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
@@ -181,7 +294,7 @@ def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
 
 
 def is_slice(chip: Chip, count: int) -> bool:
-    """Return whether so many chips of this generation can be one slice."""
+    """Return whether so many chips, or cards, of this generation can be one slice."""
     try:
         parse_slice(f"{chip.generation}-{count}")
     except ConfigError:

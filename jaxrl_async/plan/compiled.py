@@ -2,7 +2,8 @@
 the cost is counted anew each time.
 
 The key is a hash of the lowered program, the topology, the compiler's options, and the versions of
-jax and libtpu, so a result is never used for another program.
+jax and libtpu (or the CUDA plugin, with its description of the card), so a result is never used for
+another program.
 """
 
 import gzip
@@ -20,8 +21,10 @@ from typing import Any
 import jax
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.plan import cuda
 from jaxrl_async.plan.cost import Cost, cost_of
 from jaxrl_async.plan.hlo import Program, parse
+from jaxrl_async.plan.pace import pace_of
 from jaxrl_async.plan.programs import Lowered
 
 log = logging.getLogger(__name__)
@@ -76,7 +79,15 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
     numbers, program = result
     cost = Cost()
     if program is not None:
-        cost = cost_of(program, lowered.mesh, open_turns=lowered.open_turns)
+        pace = pace_of(lowered.slice.chip)
+        where = lowered.slice
+        cost = cost_of(
+            program,
+            lowered.mesh,
+            pace,
+            open_turns=lowered.open_turns,
+            host=where.shape[-1] if where.chip.is_card else 0,
+        )
     return Compiled(name=lowered.name, side=lowered.side, cached=cached, cost=cost, **numbers)
 
 
@@ -87,9 +98,15 @@ def key_of(lowered: Lowered) -> str:
     topology and the mesh, which is in the text.
     """
     seen = hashlib.sha256(lowered.program.as_text().encode())
+    where = lowered.slice
+    compiler = (
+        [*cuda.compiler_versions(), cuda.target_config(where)]
+        if where.chip.is_card
+        else [version("libtpu")]
+    )
     rest = [
-        lowered.slice.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),
-        version("libtpu"),
+        where.topology, sorted(lowered.options.items()), version("jax"), version("jaxlib"),
+        *compiler,
     ]  # fmt: skip
     seen.update(json.dumps(rest).encode())
     return f"{lowered.name}-{seen.hexdigest()[:32]}"
@@ -128,7 +145,7 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
-            hint = PART_HINT if lowered.slice.part else ""
+            hint = PART_HINT if lowered.slice.part and not lowered.slice.chip.is_card else ""
             raise ConfigError(
                 f"the compiler refuses the {lowered.side}'s program {lowered.name} for "
                 f"{lowered.slice.topology}: {str(error).splitlines()[0][:400]}{hint}"

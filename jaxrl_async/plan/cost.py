@@ -1,18 +1,23 @@
-"""Counts what a compiled program costs, from its text: products, bytes, cycles, collectives and
+"""Counts what a compiled program costs, from its text: products, bytes, seconds, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels say nothing of their cost in the text; splash attention's and that of the experts'
-products is counted here from the shapes of their arguments (ragged attention's depends on the
-lengths at run time: plan.py takes the mean).
+Pallas kernels, and cuDNN's, say nothing of their cost in the text. For attention in training, the
+experts' products and the sampling of tokens it is counted from the shapes of their arguments, here
+and in pace.py (attention on the pages depends on the lengths at run time: plan.py takes the mean).
+
+Of a conditional one branch counts, since one runs: the branch with cuDNN's attention if any,
+else the costliest. The text does not say which: gpu_packed.py decides by the number of segments of
+the rows, and the rows of a plan have one each.
 """
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl_async.plan.hlo import ITEM_BYTES, Instruction, Program, arrays_of, bytes_of, walk
+from jaxrl_async.plan.pace import Pace
 
 COLLECTIVES = (
     "all-gather",
@@ -23,17 +28,34 @@ COLLECTIVES = (
 )
 FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional",
-    "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown",
+    "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown", "send",
+    "recv",
 }  # fmt: skip
 """Opcodes that move no bytes themselves."""
 ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_PALLAS_NAME = re.compile(r'op_name="[^"]*?([\w=]+)\)*/(?:pallas_call|mpmd_map)"')
+_GIVEN = re.compile(r"operand_layout_constraints=\{(.*?)\}(?:, [a-z_]+=|$)")
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
-SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-"""Matrix products of [t, T, K] in each of splash attention's kernels; causal: half of each."""
-GROUPED = ("ragged-dot", "tgmm")
-"""How the names of the experts' products begin: XLA's, and model/grouped's kernel."""
+ATTENTION_PRODUCTS = {
+    "splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3,
+    "flash_forward": 2, "flash_keys": 4, "flash_queries": 3,
+    "cudnn_attention_backward": 5, "cudnn_attention": 2,
+}  # fmt: skip
+"""Matrix products of [t, T, K] in each kernel of attention; causal: half of each."""
+KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+"""Targets of custom calls that are Pallas kernels."""
+CUDNN_ATTENTION = "__cudnn$fmha"
+GROUPED = ("ragged-dot", "gmm", "tgmm", "grouped_")
+"""How the names of the experts' products begin: XLA's, and kernels of TPUs and of cards."""
+
+
+BETWEEN_SLICES = "slices, over the data center network"
+"""In the place of a collective's axes: it is between slices."""
+MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+"""Marks what the compiler sends from slice to slice, through the hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +63,11 @@ class Collective:
     """Communication of one kind among the devices of one or several mesh axes."""
 
     kind: str
-    axes: str  # "fsdp", "data+fsdp"
+    axes: str  # "fsdp", "data+fsdp"; BETWEEN_SLICES
     group: int  # devices that talk to one another
     num_bytes: float  # that a device sends, all times together
     times: float
+    near: int = 0  # of the group, how many are in one host, where cards are; 0: hosts do not matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +78,7 @@ class Kernel:
     times: float
     flops: float  # 0 where it depends on more than shapes
     num_bytes: float = 0.0  # to and from HBM, of the experts' products
-    length: int = 0  # of splash attention: keys of a row
+    length: int = 0  # of attention in training: keys of a row
     width: int = 0  # of its heads
 
 
@@ -65,51 +88,87 @@ class Cost:
 
     flops: float = 0.0  # matrix products, without kernels
     num_bytes: float = 0.0  # to and from HBM, kernels left out
-    cycles: float = 0.0  # the compiler's estimates, summed; kernels have none
-    product_cycles: float = 0.0  # of them, in instructions with a matrix product in them
+    compute_s: float = 0.0  # of instructions at their pace, summed; kernels have none
+    products_s: float = 0.0  # of them, in instructions with a matrix product in them
     collectives: tuple[Collective, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
 
-def cost_of(program: Program, mesh: Mapping[str, int], *, open_turns: Sequence[float] = ()) -> Cost:
+def cost_of(
+    program: Program,
+    mesh: Mapping[str, int],
+    pace: Pace,
+    *,
+    open_turns: Sequence[float] = (),
+    host: int = 0,
+) -> Cost:
     """Count the cost of a program on a mesh with these axes and sizes.
 
-    open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
+    Args:
+        program: parsed from its text.
+        mesh: axes and their sizes.
+        pace: how long an instruction takes.
+        open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
+        host: devices of a host, which are neighbours in the mesh, where cards of one host send
+            faster than cards of several; 0: hosts do not matter.
     """
+
+    def choose(branches: tuple[str, ...], turns: tuple[float, ...]) -> str:
+        def weight(name: str) -> tuple[bool, float, float]:
+            branch = Program(entry=name, computations=program.computations)
+            cost = cost_of(branch, mesh, pace, open_turns=turns)
+            by_cudnn = any(k.name.startswith("cudnn_attention") for k in cost.kernels)
+            return by_cudnn, cost.flops + sum(k.flops for k in cost.kernels), cost.compute_s
+
+        return max(branches, key=weight)
+
     times: dict[str, float] = defaultdict(float)
-    for name, count in walk(program, open_turns):
+    for name, count in walk(program, choose, open_turns):
         times[name] += count
     inner = set(_fused(program))
     multiplies = _with_products(program)
-    flops = num_bytes = cycles = product_cycles = 0.0
+    flops = num_bytes = compute_s = products_s = 0.0
     talks: dict[str, tuple[Instruction, float, str]] = {}
+    between: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     kernels: dict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for name, count in times.items():
         shapes = {i.name: i.shape for i in program.computations[name]}
         for i in program.computations[name]:
             flops += count * product_flops(i, shapes)
             if name not in inner:
-                cycles += count * i.cycles
+                moved, multiplied = _bytes(program, i, shapes), _flops_within(program, i, shapes)
+                seconds = count * pace(i, multiplied, moved)
+                compute_s += seconds
                 if _is_product(i) or multiplies & set(_CALLS.findall(i.rest)):
-                    product_cycles += count * i.cycles
-                num_bytes += count * _bytes(program, i, shapes)
+                    products_s += seconds
+                num_bytes += count * moved
             if (kind := _collective_kind(i, name)) is not None:
                 key = _channel(i)
                 if key not in talks or talks[key][1] < count:
                     talks[key] = (i, count, kind)
+            if i.opcode == "send" and MEGASCALE in i.rest:
+                kind, slices, sent = _between_slices(i)
+                between[kind, slices][0] += count * sent
+                between[kind, slices][1] += count
             if kernel := _kernel_name(i):
                 flops_of, bytes_moved = _grouped(kernel, i, mesh.get("expert", 1))
-                splash_flops, length, width = _splash(kernel, i)
+                attended, length, width = _attention(kernel, i)
                 sums = kernels[kernel, length, width]
                 sums[0] += count
-                sums[1] += count * (flops_of + splash_flops)
+                sums[1] += count * (flops_of + attended)
                 sums[2] += count * bytes_moved
     return Cost(
         flops=flops,
         num_bytes=num_bytes,
-        cycles=cycles,
-        product_cycles=product_cycles,
-        collectives=_summed(list(talks.values()), mesh),
+        compute_s=compute_s,
+        products_s=products_s,
+        collectives=(
+            *_summed(list(talks.values()), mesh, host),
+            *(
+                Collective(kind=k, axes=BETWEEN_SLICES, group=g, num_bytes=b, times=n)
+                for (k, g), (b, n) in sorted(between.items())
+            ),
+        ),
         kernels=tuple(
             Kernel(name=k, times=n, flops=f, num_bytes=b, length=T, width=K)
             for (k, T, K), (n, f, b) in sorted(kernels.items())
@@ -146,6 +205,18 @@ def _with_products(program: Program) -> set[str]:
         found |= more
         more = {name for name, called in calls.items() if called & found}
     return found
+
+
+def _flops_within(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return the FLOPs of an instruction; of a fusion, the FLOPs of its instructions."""
+    if i.opcode != "fusion":
+        return product_flops(i, shapes)
+    total = 0.0
+    for name in _CALLS.findall(i.rest):
+        inside = program.computations.get(name, ())
+        own = {one.name: one.shape for one in inside}
+        total += sum(_flops_within(program, one, own) for one in inside)
+    return total
 
 
 def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
@@ -284,28 +355,38 @@ def _written(inside: Sequence[Instruction], shape: str) -> float:
 
 
 def _kernel_name(i: Instruction) -> str | None:
-    """Return a Pallas kernel's name without its trailing number; None for other instructions."""
-    if i.opcode != "custom-call" or 'custom_call_target="tpu_custom_call"' not in i.rest:
+    """Return the name of a kernel without its trailing number, Pallas' or cuDNN's attention; None
+    for other instructions."""
+    target = _TARGET.search(i.rest) if i.opcode == "custom-call" else None
+    if target is None:
         return None
-    return re.sub(r"[.\d]+$", "", i.name)
+    if target[1].startswith(CUDNN_ATTENTION):
+        return "cudnn_attention" + ("_backward" if target[1].endswith("Backward") else "")
+    if target[1] not in KERNEL_CALLS:
+        return None
+    named = _PALLAS_NAME.search(i.rest)  # a card's; the TPU's is the instruction's own
+    return re.sub(r"[.\d]+$", "", named[1] if named else i.name)
 
 
-def _splash(name: str, i: Instruction) -> tuple[float, int, int]:
-    """Return a splash kernel's FLOPs, the keys T of a row and the width K of its heads.
+def _attention(name: str, i: Instruction) -> tuple[float, int, int]:
+    """Return the FLOPs of attention's kernel in training, the keys T of a row and the width K of
+    its heads.
 
-    FLOPs are 2 t * T * K per product and head, halved (causal). Queries [heads, t, K] or
-    [rows, heads, t, K] are the first argument that is not a mask, keys [..., T, K] the second.
+    FLOPs are 2 t * T * K per product and head, halved (causal). Splash attention has queries
+    [heads, t, K] or [rows, heads, t, K] as the first argument that is not a mask, keys [..., T, K]
+    as the second; the kernels of cards [rows, t, heads, K] and [rows, T, heads, K].
 
     Where the axis context divides the lengths t is a part of T, and half of the keys are seen on
     average all the same: a device has an early and a late part (model/layout.py).
     """
-    products = next((n for part, n in SPLASH_PRODUCTS.items() if name.startswith(part)), 0)
-    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    products = next((n for part, n in ATTENTION_PRODUCTS.items() if name.startswith(part)), 0)
+    given = _GIVEN.search(i.rest)
     if not products or not given:
         return 0.0, 0, 0
     wide = [d for kind, d in arrays_of(given[1]) if len(d) >= 3 and kind in ("bf16", "f32")]
     queries, keys = (*wide, (0, 0, 0), (0, 0, 0))[:2]
-    return products * math.prod(queries) * keys[-2], keys[-2], queries[-1]
+    length = keys[-2] if name.startswith("splash") else keys[1]
+    return products * math.prod(queries) * length, length, queries[-1]
 
 
 def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:
@@ -315,8 +396,9 @@ def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:
     other devices are only there for the shape: with `ways` devices as many as that on average.
     Experts are taken to be chosen evenly: few rows need few experts' matrices.
     """
-    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
-    if not name.startswith(GROUPED) or not given:
+    given = _GIVEN.search(i.rest)
+    grouped = name.startswith(GROUPED) or "mosaic_gpu" in i.rest
+    if not grouped or not given:
         return 0.0, 0.0
     arrays = [(k, d) for k, d in (*i.arrays, *arrays_of(given[1])) if k in ("bf16", "f32")]
     matrices = next((a for a in arrays if len(a[1]) == 3), None)
@@ -346,31 +428,52 @@ def _channel(i: Instruction) -> str:
 
 
 def _summed(
-    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int]
+    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int], host: int
 ) -> tuple[Collective, ...]:
-    totals: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals: dict[tuple[str, str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for i, count, kind in talks:
         pairs = kind == "collective-permute"
-        groups = parse_groups(i.rest)
-        size = 2 if pairs else max((len(g) for g in groups), default=math.prod(mesh.values()))
+        groups = parse_groups(i.rest) or (tuple(range(math.prod(mesh.values()))),)
+        size = 2 if pairs else max(map(len, groups))
         axes = group_axes(groups, mesh)
         if size == 1 or not axes:
             continue
-        entry = totals[kind, axes, size]
+        entry = totals[kind, axes, size, near_in(groups, host) if host else 0]
         entry[0] += count * _sent(kind, _result_bytes(i), size)
         entry[1] += count
     return tuple(
-        Collective(kind=k, axes=a, group=g, num_bytes=b, times=n)
-        for (k, a, g), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
+        Collective(kind=k, axes=a, group=g, num_bytes=b, times=n, near=near)
+        for (k, a, g, near), (b, n) in sorted(totals.items(), key=lambda item: -item[1][0])
     )
 
 
+def _between_slices(i: Instruction) -> tuple[str, int, float]:
+    """Return the kind of a send to other slices, how many take part, and the bytes that a device
+    sends.
+
+    The instruction holds what a device gives: its share of an all-gather, all of a sum. Slices are
+    named as in _xla_megascale_target="{1,2}x{0:3}", by numbers and ranges.
+    """
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)
+    kind = found[1].lower().replace("_", "-") if found else "send"
+    target = re.search(r'_xla_megascale_target="\{([\d,:]*)\}', i.rest)
+    spans = [part.split(":") for part in target[1].split(",")] if target else []
+    slices = max(2, sum(int(span[-1]) - int(span[0]) + 1 for span in spans if span[0]))
+    given = max((bytes_of(a) for a in re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)), default=0.0)
+    if kind == "all-gather":
+        return kind, slices, given * (slices - 1)
+    return kind, slices, _sent(kind, given, slices) if kind in COLLECTIVES else given
+
+
 def _result_bytes(i: Instruction) -> float:
-    """Return the bytes of a collective's result; a start's tuple also holds its arguments."""
-    arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)
-    if i.opcode.endswith("-start") and len(arrays) > 1:
-        return max(bytes_of(a) for a in arrays)
-    return sum(bytes_of(a) for a in arrays)
+    """Return the bytes of a collective's result; a start's tuple also holds its arguments, except
+    with an all-reduce."""
+    sizes = [bytes_of(a) for a in re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)]
+    if i.opcode == "all-gather-start" and i.shape.startswith("(("):
+        return sum(sizes[len(sizes) // 2 :])  # several arrays: ((arguments), (results))
+    if i.opcode.endswith("-start") and i.opcode != "all-reduce-start" and len(sizes) > 1:
+        return max(sizes)
+    return sum(sizes)
 
 
 def _sent(kind: str, result: float, size: int) -> float:
@@ -424,6 +527,16 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
     for d in order:
         ids = [i + k * strides[d] for i in ids for k in range(dims[d])]
     return ids
+
+
+def near_in(groups: Sequence[Sequence[int]], host: int) -> int:
+    """Return how many members of a group share a host of so many devices, where they are fewest:
+    what leaves the host goes by these devices' network cards.
+
+    >>> near_in(((0, 1), (2, 3)), 2), near_in(((0, 1, 2, 3),), 2), near_in(((0, 2), (1, 3)), 2)
+    (2, 2, 1)
+    """
+    return min(min(Counter(d // host for d in group).values()) for group in groups)
 
 
 def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:

@@ -33,6 +33,7 @@ class Memory:
 ARGUMENTS = {
     "gradient": ("parameters", "gradients", "reference", "frozen base"),
     "update": ("parameters", "gradients", "optimiser"),
+    "logprobs": ("parameters", "frozen base"),
     "cast": ("parameters", "weights in transfer"),
     "prepare": ("next weights", "weights"),
     "prefill": ("weights", "KV cache", "prefilled"),
@@ -80,11 +81,13 @@ def trainer_memory(
         "resting reference": resting, "frozen base": base,
         "weights in transfer": transfer, "code": code,
     }  # fmt: skip
-    moments = {
+    moments: dict[str, dict[str, float]] = {
         "gradient": {"gradients": gradients},
         "update": {"gradients": gradients},
         "cast": {},
     }
+    if "logprobs" in by_name:
+        moments["logprobs"] = {}
     return _worst(resident, moments, by_name, usable)
 
 

@@ -7,13 +7,15 @@ number of turns of the loops around it. Everything is per device, as the text is
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ITEM_BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2,
     "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
+NO_ESTIMATE = 2**63 - 1
+"""What the TPU compiler writes for the cycles of an instruction that it cannot estimate."""
 MAX_NESTING = 64
 """Deepest nesting of computations in a program."""
 
@@ -21,8 +23,10 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -44,7 +48,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 if it gives none."""
+        """The compiler's estimate; 0 if it gives none, NO_ESTIMATE if it says that it has none."""
         match = _CYCLES.search(self.rest)
         return int(match[1]) if match else 0
 
@@ -117,23 +121,34 @@ def bytes_of(shape: str) -> float:
     return sum(ITEM_BYTES[kind] * math.prod(dims) for kind, dims in arrays_of(shape))
 
 
-# ---- loops
+# ---- loops and branches
+
+Choice = Callable[[tuple[str, ...], tuple[float, ...]], str]
+"""(computations, open_turns of the loops in them) -> the computation that counts."""
 
 
-def walk(program: Program, open_turns: Sequence[float] = ()) -> Iterator[tuple[str, float]]:
+def walk(
+    program: Program, choose: Choice, open_turns: Sequence[float] = ()
+) -> Iterator[tuple[str, float]]:
     """Yield (computation, number of times it runs), counting loops.
 
     A computation that is called from several places comes once for each.
 
-    All branches of a conditional count: which one runs is decided at run time.
+    choose: which branch of a conditional counts, and which of those in it; which one runs is
+    decided at run time.
     open_turns: turns of the loops whose end is decided at run time, by how many such are around
     them; 0 for deeper ones.
     """
-    yield from _walk(program, program.entry, 1.0, tuple(open_turns), 0)
+    yield from _walk(program, program.entry, 1.0, choose, tuple(open_turns), 0)
 
 
 def _walk(
-    program: Program, name: str, times: float, open_turns: tuple[float, ...], depth: int
+    program: Program,
+    name: str,
+    times: float,
+    choose: Choice,
+    open_turns: tuple[float, ...],
+    depth: int,
 ) -> Iterator[tuple[str, float]]:
     assert depth < MAX_NESTING, f"{name} is nested too deep"
     yield name, times
@@ -145,14 +160,19 @@ def _walk(
                 turns, left = (open_turns[0] if open_turns else 0.0), open_turns[1:]
             else:
                 turns = float(counted)
-        for called in _called(instruction):
-            yield from _walk(program, called, times * turns, left, depth + 1)
+        called = _CALLED.findall(instruction.rest)
+        if branches := branches_of(instruction):
+            called.append(choose(branches, left))
+        for one in called:
+            yield from _walk(program, one, times * turns, choose, left, depth + 1)
 
 
-def _called(instruction: Instruction) -> Iterator[str]:
-    yield from _CALLED.findall(instruction.rest)
-    for branches in _BRANCHES.findall(instruction.rest):
-        yield from re.findall(r"[\w.\-]+", branches)
+def branches_of(instruction: Instruction) -> tuple[str, ...]:
+    """Return a conditional's computations, one of which runs; () for another instruction."""
+    if instruction.opcode != "conditional":
+        return ()
+    listed = ", ".join(a or b for a, b in _BRANCHES.findall(instruction.rest))
+    return tuple(re.findall(r"[\w.\-]+", listed))
 
 
 def trip_count(program: Program, loop: Instruction, where: str) -> int | None:

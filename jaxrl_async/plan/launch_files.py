@@ -10,9 +10,10 @@ import yaml
 from jaxrl_async.config import schema
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.errors import ConfigError, MeshError
+from jaxrl_async.host import gpu_memory
 from jaxrl_async.launch.gke import run_config
 from jaxrl_async.launch.gke_values import load_values
-from jaxrl_async.plan.chips import Slice, parse_slice
+from jaxrl_async.plan.chips import Slice, memory_share, parse_slice
 from jaxrl_async.plan.pipeline import Histogram
 from jaxrl_async.plan.plan import Plan, at_split, plan_run
 
@@ -104,11 +105,14 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     load(file)
     if config.mesh.samplers_in != "elsewhere":
         devices = config.mesh.trainer.num_devices
+        share = f"{_share()} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices
         return [
             f"# {devices} devices train and {more} sample, on {_host(plan)}",
-            f"python -m jaxrl_async.train {file}",
+            f"{share}python -m jaxrl_async.train {file}",
         ]
+    if plan.trainer.where.chip.is_card:
+        return _commands_of_cards(file, plan)
     values = folder / VALUES_FILE
     tree = _values(config, plan)
     values.write_text(yaml.safe_dump(tree, sort_keys=False, width=100), encoding="utf-8")
@@ -124,6 +128,24 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
         f"# and on each host of the slices of {plan.num_samplers} samplers "
         f"({plan.sampler.where.topology})",
         f"python -m jaxrl_async.sample --join TRAINER:{PORT}",
+    ]
+
+
+def _share() -> str:
+    """Return the variable by which JAX takes what the plan counts on."""
+    return f"{gpu_memory().variable}={memory_share():g}"
+
+
+def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
+    """Return the commands for hosts with NVIDIA cards; the manifests for GKE are of TPUs alone."""
+    share = _share()
+    return [
+        "# with one JAXRL_ASYNC_SECRET on all machines: on each host of the trainer's cards "
+        f"({plan.trainer.where.topology}),",
+        f"{share} python -m jaxrl_async.train {file} remote.listen=0.0.0.0:{PORT}",
+        f"# and {plan.num_samplers} times, each with separate cards (CUDA_VISIBLE_DEVICES; "
+        f"{plan.sampler.where.topology})",
+        f"{share} python -m jaxrl_async.sample --join TRAINER:{PORT}",
     ]
 
 

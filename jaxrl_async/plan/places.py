@@ -6,7 +6,7 @@ threads                      the same, or an equal part of each host of a slice
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.mesh import Slices, make_mesh, make_slices
 from jaxrl_async.plan.chips import Chip, Slice, parse_slice
+from jaxrl_async.plan.cuda import card_devices
 
 EIGHT = (2, 4)
 """Shape of the only host of more than four chips, of the generations whose slices are flat."""
@@ -111,9 +112,10 @@ def _divided(
     hosts = len({device.process_index for device in devices})
     if section.samplers_in == "processes" and hosts > 1:
         raise ConfigError(
-            f"{how} divides the chips of one host, and {where.name} ({where.topology}) has {hosts} "
-            "hosts. Take a topology of one host (v5e-8, v6e-8, v5p-4), or give the samplers slices "
-            "of their own (mesh.samplers_in=elsewhere, --sampler-topology)."
+            f"{how} divides the {where.chip.word}s of one host, and {where.name} "
+            f"({where.topology}) has {hosts} hosts. Take a topology of one host (v5e-8, v6e-8, "
+            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=elsewhere, "
+            "--sampler-topology)."
         )
     try:
         slices = make_slices(section.model_copy(update={"samplers_in": "threads"}), devices)
@@ -136,31 +138,45 @@ def _part(where: Slice, devices: Sequence[Any]) -> Slice:
     if len(devices) == where.num_devices:
         return where
     numbers = ",".join(str(n) for n in sorted(device.id for device in devices))
+    part = f"{where.topology}[{numbers}]"
+    if where.chip.is_card:
+        hosts = len({device.process_index for device in devices})
+        return Slice(chip=where.chip, shape=(hosts, len(devices) // hosts), part=part)
     chips = -(-len(devices) // where.chip.devices)
     shape = [1] * where.chip.torus_dims
     while prod(shape) < chips:
         shape[shape.index(min(shape))] *= 2
     if prod(shape) != chips:
         shape = [*[1] * (where.chip.torus_dims - 1), chips]
-    return Slice(chip=where.chip, shape=tuple(shape), part=f"{where.topology}[{numbers}]")
+    return Slice(chip=where.chip, shape=tuple(shape), part=part)
 
 
 # ---- devices
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """Return the devices of a slice as libtpu's compiler describes them. Raises ConfigError.
+    """Return the devices of a slice as its compiler describes them, libtpu's or the CUDA plugin's.
+    Raises ConfigError.
 
     Eight chips of v5e and v6e are one host. Those of a single chip are some of the smallest host's.
     """
+    if where.count > 1 and prod(where.shape) == 1:
+        raise ConfigError(
+            f"{where.name}: the compiler describes several slices of a host or more, so each "
+            "needs 4 chips at least."
+        )
+    if where.chip.is_card:
+        return card_devices(where)
     if where.num_chips == 1:
         return devices_of(parse_slice(f"{where.chip.generation}-4"))[: where.num_devices]
     options: dict[str, Any] = {"chip_config_name": "megacore"} if where.chip.megacore else {}
     if where.shape == EIGHT:
         options["chips_per_host_bounds"] = (*EIGHT, 1)
+    if where.count > 1:
+        options["num_slices"] = where.count
     try:
         topology = topologies.get_topology_desc(
-            platform="tpu", topology_name=where.topology, **options
+            platform="tpu", topology_name=replace(where, count=1).topology, **options
         )
     except Exception as error:  # the plugin has no kinds of its own
         raise ConfigError(

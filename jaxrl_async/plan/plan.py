@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.config import schema
 from jaxrl_async.config.seats_section import frozen_models, resident_snapshots
+from jaxrl_async.host import USUAL_GPU_SHARE, gpu_memory
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
-from jaxrl_async.plan.chips import Chip, Slice, is_slice
+from jaxrl_async.plan.chips import GIB, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
+from jaxrl_async.plan.cost import BETWEEN_SLICES
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
@@ -25,7 +27,7 @@ from jaxrl_async.plan.programs import (
     check,
     holds_reference,
     lowered,
-    pass_columns_of,
+    own_passes,
     reference,
     runs_reference,
     spec_of,
@@ -33,6 +35,12 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.plan.transports import (
+    TRANSPORTS,
+    Transport,
+    carried_bytes_per_s,
+    transport_of,
+)
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
@@ -44,8 +52,6 @@ PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
 HOST_LINK_BYTES_PER_S = 8e9
 """Assumed between a device and its host's memory (PCIe), in one direction."""
-HOST_BYTES_PER_S = 5e9
-"""Assumed from process to process through the memory of a host, by one copying thread."""
 HOP_S = 0.01
 """Assumed delay of a piece of weights in a sampler that passes it on, seconds."""
 BLOCK_S = 0.5e-3
@@ -104,6 +110,15 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenSlices:
+    """What the trainer's slices send to each other over the data center network in a step."""
+
+    slices: int
+    bytes_of_device: float  # that each device sends
+    seconds: float  # at its share of its host's network cards, of the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChipSplit:
     """A way to divide the same chips."""
 
@@ -119,7 +134,10 @@ class Together:
 
     learning: Learning
     decode: Decode
-    transfer_s: float
+    transfer_s: float  # at the rates that were measured of the transport
+    bound_s: float  # the same at the network cards' line rate, which nothing has reached
+    transport: Transport | None  # what carries the weights; None: the slice's own links
+    between_slices: BetweenSlices | None  # None: the trainer has one slice
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
     outcome: SimulationResult | None  # simulated; None: both sides work in turns, on the same chips
@@ -200,7 +218,7 @@ def make_plan(
         ),
         lengths=lengths,
         checkpoint_bytes=_checkpoint_bytes(config, spec),
-        notes=_notes(config),
+        notes=(*_notes(config), *_card_notes(places.trainer.chip, trainer.memory, sampler.memory)),
     )
 
 
@@ -220,13 +238,19 @@ def together(
     learning = learning_of(config, spec, places, trainer, lengths)
     copy_bytes = bytes_per_device(held.sent) * places.slices.sampler.size
     transfer_s, tree = transfer_of(config, places, copy_bytes)
+    bound_s, _ = transfer_of(config, places, copy_bytes, measured=False)
     pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
     pipeline = replace(pipeline, tree=tree)
     return Together(
         learning=learning,
         decode=decode,
         transfer_s=transfer_s,
-        splits=() if colocated else best_splits(places, trainer.memory, learning, decode),
+        bound_s=bound_s,
+        transport=None if tree is None else transport_of(config),
+        between_slices=between_slices(config, trainer, learning),
+        splits=()
+        if colocated or places.trainer.count > 1
+        else best_splits(places, trainer.memory, learning, decode),
         pipeline=pipeline,
         outcome=None
         if colocated
@@ -383,6 +407,8 @@ def learning_of(
         + side.timings["update"].estimate_s * config.algorithm.epochs * config.algorithm.minibatches
         + side.timings["cast"].estimate_s
     )
+    if passes := own_passes(config):
+        step_s += passes * micro_batches * side.timings["logprobs"].estimate_s
     squares = full * attended_length(spec, config.longest_example)
     flops = learning_flops(spec, full, squares, lora_of(spec, config.model.lora))
     flops += flops_of_lengths(spec, full, squares) if runs_reference(config) else 0
@@ -491,14 +517,20 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 
 
 def transfer_of(
-    config: schema.Config, places: Places, copy_bytes: float
+    config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
 ) -> tuple[float, TransferTree | None]:
     """Estimate the transfer to all samplers, seconds, and the tree along which it goes.
 
     From thread to thread it goes over the slice's links, with a copy for each sampler. Between
     processes it goes through the hosts: along the tree, or through the memory of the one host.
+    Samplers that span hosts, or that pull from the trainer's devices, pass nothing on: the trainer
+    sends to each of them.
 
-    copy_bytes: one sampler's weights.
+    Args:
+        config, places: The run.
+        copy_bytes: One sampler's weights.
+        measured: At the rates of this package's transports (plan/transports.py). False: at the
+            line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = places.trainer.chip, places.sampler.chip
     sends, takes = places.slices.trainer.size, places.slices.sampler.size
@@ -506,17 +538,57 @@ def transfer_of(
     if how == "threads":
         sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
         return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart = how == "elsewhere"
+    apart, hosts = how == "elsewhere", hosts_of(places.slices.sampler)
+    rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
+    if not apart:
+        rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
+    elif measured:
+        transport, processes = transport_of(config), (hosts_of(places.slices.trainer), hosts)
+        rates = [
+            carried_bytes_per_s(transport, n, rate)
+            for n, rate in zip(processes, rates, strict=True)
+        ]
+    passed_on = apart and hosts == 1 and config.remote.transfer in ("auto", "tcp")
     tree = TransferTree(
         num_bytes=copy_bytes,
-        trainer_bytes_per_s=sends * trainer.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
-        sampler_bytes_per_s=takes * sampler.dcn_bytes_per_s if apart else HOST_BYTES_PER_S,
-        fanout=config.remote.fanout if apart else places.num_samplers,
+        trainer_bytes_per_s=rates[0],
+        sampler_bytes_per_s=rates[1],
+        fanout=config.remote.fanout if passed_on else places.num_samplers,
         offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
         hop_s=HOP_S,
         stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
     )
     return tree_s(tree, places.num_samplers), tree
+
+
+def hosts_of(mesh: Any) -> int:
+    """Return how many hosts, and so processes, the devices of a mesh belong to."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def between_slices(
+    config: schema.Config, trainer: Side, learning: Learning
+) -> BetweenSlices | None:
+    """Count what the trainer's slices send to each other in a step: each micro-batch's gradient
+    program and each update's, as the compiler wrote them."""
+    if trainer.where.count == 1:
+        return None
+    epochs = config.algorithm.epochs
+    runs = {
+        "gradient": learning.micro_batches * epochs,
+        "update": epochs * config.algorithm.minibatches,
+    }
+    sent = sum(
+        runs.get(program.name, 0.0) * talk.num_bytes
+        for program in trainer.programs
+        for talk in program.cost.collectives
+        if talk.axes == BETWEEN_SLICES
+    )
+    return BetweenSlices(
+        slices=trainer.where.count,
+        bytes_of_device=sent,
+        seconds=sent / trainer.where.chip.dcn_bytes_per_s,
+    )
 
 
 def tree_s(tree: TransferTree, samplers: int) -> float:
@@ -539,14 +611,38 @@ def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
     return float(num_in(table) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
+def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
+    """Say of a plan for NVIDIA cards what its numbers are, and what to set for the run."""
+    if not card.is_card:
+        return ()
+    share = card.usable_bytes / card.memory_bytes
+    if max(m.total_bytes for m in sides) <= USUAL_GPU_SHARE * card.memory_bytes:
+        needed = f"JAX takes {USUAL_GPU_SHARE:g} of a card, which is enough here"
+    else:
+        needed = (
+            f"set {gpu_memory().variable}={share:g} where trainer and samplers start: JAX takes "
+            f"{USUAL_GPU_SHARE:g} of a card otherwise, which is not enough here"
+        )
+    return (
+        f"memory: the compiler's own figures for this card, at most {share:g} of its "
+        f"{card.memory_bytes / GIB:.1f} GiB; {needed}. Workspaces of cuBLAS and cuDNN are not "
+        "counted.",
+        "times: arithmetic, of FLOPs and bytes in the compiled programs "
+        "(jaxrl_async/plan/pace.py); the compiler gives none, and no card was measured.",
+    )
+
+
 def _notes(config: schema.Config) -> tuple[str, ...]:
-    """List the parts of the run that the plan leaves out."""
+    """Say in which types the run computes, and list the parts of it that the plan leaves out."""
+    model = config.model
+    types = (
+        f"computes in {model.computes_in} (model.dtype), weights in {model.param_dtype} "
+        "(model.param_dtype)."
+    )
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher.source != "none",
-        "the pass for proximal log-probs": "proximal_logprobs" in pass_columns_of(config),
         "the reward model's pass": config.reward.model is not None,
-        "the reference's own pass": "reference_logprobs" in pass_columns_of(config),
     }
     missing = [name for name, there in left_out.items() if there]
-    return (f"not planned: {', '.join(missing)}.",) if missing else ()
+    return (types, f"not planned: {', '.join(missing)}.") if missing else (types,)

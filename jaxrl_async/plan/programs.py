@@ -18,6 +18,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.data.addresses import folder_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shapes_on, shardings
+from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
 from jaxrl_async.model.lora import beside, lora_of, trained_table
@@ -28,7 +29,13 @@ from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.cost import Kernel
 from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.initial_policy import decoder_of
-from jaxrl_async.run.builders.learning import check_routing, keeps_masks, make_step, routing_of
+from jaxrl_async.run.builders.learning import (
+    check_routing,
+    keeps_masks,
+    learning,
+    make_step,
+    routing_of,
+)
 from jaxrl_async.run.builders.samplers import arrived, asked_mixes, make_push
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
@@ -38,6 +45,7 @@ from jaxrl_async.sampler.device.arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import together
 from jaxrl_async.sampler.setup import build_engine, kv_plan
+from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.pair_credit import pair_columns
 from jaxrl_async.trainer.update import Frozen, Update
@@ -47,7 +55,7 @@ from jaxrl_async.trainer.update import Frozen, Update
 class Lowered:
     """One program, not compiled yet."""
 
-    name: str  # gradient, update, cast, reshard, prepare, prefill, decode
+    name: str  # gradient, update, logprobs, cast, reshard, prepare, prefill, decode
     side: str  # trainer or sampler
     program: Any  # jax.stages.Lowered
     slice: Slice
@@ -130,7 +138,8 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 def trainer_programs(
     config: schema.Config, spec: ModelSpec, places: Places, cast: Any
 ) -> list[Lowered]:
-    """Lower the trainer's programs: gradient, optimizer's update, and the cast of sent weights.
+    """Lower the trainer's programs: gradient, optimizer's update, the pass for log-probs where a
+    step needs one, and the cast of sent weights.
 
     Raises ConfigError.
     """
@@ -149,10 +158,25 @@ def trainer_programs(
     )
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
-    programs = step.lower(params, micro_batch(config, spec, step), context, frozen)
+    micro = micro_batch(config, spec, step)
+    programs = step.lower(params, micro, context, frozen)
+    if own_passes(config):
+        settings = learning(config, places.slices)
+        own = LogprobPass(spec, settings, temperature=config.sampler.temperature)
+        tokens = TokenRows(*(getattr(micro, name) for name in TOKENS_OF_A_PASS))
+        whole = params if frozen.base is None else beside(frozen.base, params)
+        programs["logprobs"] = own.lower(whole, tokens)
+    # The head is computed in a loop over chunks of the tokens whose log-probs are wanted: of all.
+    chunks = -(-step.micro_rows * config.row_length // config.trainer.logprob_chunk)
     return [
         *(
-            Lowered(name=name, program=program, options=options, **common)
+            Lowered(
+                name=name,
+                program=program,
+                options=options,
+                open_turns=() if name == "update" else (float(chunks),),
+                **common,
+            )
             for name, program in programs.items()
         ),
         Lowered(name="cast", program=cast, **common),
@@ -172,6 +196,15 @@ def pass_columns_of(config: schema.Config) -> frozenset[str]:
         offloads="reference" in config.trainer.offload,
     )
     return columns | pair_columns(config.pairs)
+
+
+TOKENS_OF_A_PASS = ("token_ids", "positions", "segment_ids", "kept", "expert_ids")
+
+
+def own_passes(config: schema.Config) -> int:
+    """Return how often a step computes log-probs of the whole batch before its updates, by weights
+    of the policy's own shapes: its own, and a reference's that are kept in host memory."""
+    return len(pass_columns_of(config) & {"proximal_logprobs", "reference_logprobs"})
 
 
 def runs_reference(config: schema.Config) -> bool:
@@ -219,7 +252,7 @@ def sampler_programs(
     The block has all slots at work and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
-    dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     sent, once = arrived(config, spec, mesh)
@@ -269,7 +302,7 @@ def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Ke
     model, length = engine.model, config.prompt_limit
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
-    width = page_head_dim(model.head_dim)
+    width = page_head_dim(model.head_dim) if engine.pads_pages else model.head_dim
     flops = 4 * tokens * (length + 1) / 2 * heads * width * model.layers
     return Kernel(
         name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=width

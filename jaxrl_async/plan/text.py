@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from jaxrl_async.plan.chips import GIB
+from jaxrl_async.plan.chips import GIB, Slice
 from jaxrl_async.plan.compiled import Compiled
+from jaxrl_async.plan.cost import Collective
 from jaxrl_async.plan.hbm import Memory
-from jaxrl_async.plan.pipeline import TransferTree
-from jaxrl_async.plan.plan import Plan, Side, Together, at_split
+from jaxrl_async.plan.plan import BetweenSlices, Plan, Side, Together, at_split
 from jaxrl_async.plan.timing import Timing
 
 
@@ -29,11 +29,11 @@ def choice_text(plan: Plan) -> str:
     """Say which split is written out."""
     chips = f"{plan.trainer.where.num_chips} + {plan.num_samplers * plan.sampler.where.num_chips}"
     assert plan.together is not None, "it fits"
-    outcome = plan.together.outcome
+    outcome, word = plan.together.outcome, plan.trainer.where.chip.word
     if outcome is None:
-        return f"as configured: {plan.trainer.where.num_chips} chips, for both sides"
+        return f"as configured: {plan.trainer.where.num_chips} {word}s, for both sides"
     rate = outcome.trained_tokens_per_s
-    return f"the best split that fits: {chips} chips, simulated {rate:,.0f} answer tokens/s"
+    return f"the best split that fits: {chips} {word}s, simulated {rate:,.0f} answer tokens/s"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -59,6 +59,9 @@ def _together_json(whole: Together) -> dict[str, Any]:
         "learning": {**asdict(whole.learning), "mfu": whole.learning.mfu},
         "decode": {**decode.pop("load"), **decode, "bandwidth_share": whole.decode.bandwidth_share},
         "transfer_s": whole.transfer_s,
+        "transfer_bound_s": whole.bound_s,
+        "transport": None if whole.transport is None else asdict(whole.transport),
+        "between_slices": None if whole.between_slices is None else asdict(whole.between_slices),
         "splits": [asdict(s) for s in whole.splits],
         "simulated": None if whole.outcome is None else asdict(whole.outcome),
         "in_turns_tokens_per_s": whole.in_turns_tokens_per_s,
@@ -84,23 +87,25 @@ def _side_json(side: Side) -> dict[str, Any]:
 
 def _side(name: str, side: Side, plan: Plan) -> list[str]:
     count = f"{plan.num_samplers} x " if name == "sampler" else ""
+    word = side.where.chip.word
     lines = [
         f"{name}: {count}{side.where.name} ({side.where.topology})",
-        *_memory(side.memory),
-        "  program      chip time   roofline  TFLOP   HBM GB  compiled in",
+        *_memory(side.memory, word),
+        f"  program      {word} time   roofline  TFLOP   HBM GB  temp GiB  compiled in",
     ]
     for program in side.programs:
         lines += _program(program, side.timings.get(program.name))
     return lines
 
 
-def _memory(memory: Memory) -> list[str]:
+def _memory(memory: Memory, word: str) -> list[str]:
     share = memory.total_bytes / memory.usable_bytes
-    word = "fits" if memory.fits else "DOES NOT FIT"
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    what = "memory" if word == "card" else "HBM"
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
     return [
-        f"  HBM of a chip, GiB: {memory.total_bytes / GIB:.2f} of {memory.usable_bytes / GIB:.2f} "
-        f"({share:.0%}, most in {memory.moment}): {word}",
+        f"  {what} of a {word}, GiB: {memory.total_bytes / GIB:.2f} of "
+        f"{memory.usable_bytes / GIB:.2f} ({share:.0%}, most in {memory.moment}): {verdict}",
         *(f"    {value / GIB:7.2f}  {kind}" for kind, value in kinds),
     ]
 
@@ -116,16 +121,20 @@ def _program(program: Compiled, time: Timing | None) -> list[str]:
     when = f"{program.compile_s:.0f} s" + (" (kept)" if program.cached else "")
     lines = [
         f"  {program.name:<11} {_time(time.estimate_s):>10} {_time(time.roofline_s):>10} "
-        f"{flops / 1e12:6.1f} {cost.num_bytes / 1e9:8.1f}  {when}"
+        f"{flops / 1e12:6.1f} {cost.num_bytes / 1e9:8.1f} {program.temp_bytes / GIB:9.2f}  {when}"
     ]
     lines += [
-        f"      {c.kind} over {c.axes} ({c.group}): {c.num_bytes / 1e9:.2f} GB sent, "
+        f"      {c.kind} over {c.axes} ({c.group}{_hosts(c)}): {c.num_bytes / 1e9:.2f} GB sent, "
         f"{c.times:.0f} times"
         for c in cost.collectives
         if c.num_bytes >= 1e6
     ]
     lines += [f"      kernel {k.name}: {k.times:.0f} times" for k in cost.kernels]
     return lines
+
+
+def _hosts(talk: Collective) -> str:
+    return ", of several hosts" if 0 < talk.near < talk.group else ""
 
 
 def _refused(plan: Plan) -> list[str]:
@@ -150,22 +159,23 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
         f"{_time(decode.step_s)}, {decode.bandwidth_share:.0%} of HBM's bandwidth; "
         f"{decode.tokens_per_s * plan.num_samplers:,.0f} answer tokens/s",
         f"            a step's time: {of_decode}",
-        f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole.pipeline.tree)}",
-        _rate(whole),
+        f"  weights   {_time(whole.transfer_s)} to the samplers{_way(whole, plan.num_samplers)}",
+        *_between(whole.between_slices),
+        _rate(plan, whole),
         f"  checkpoint {plan.checkpoint_bytes / 1e9:,.1f} GB",
     ]
     if whole.splits:
-        lines += _splits(whole, plan.trainer.where.num_chips)
+        lines += _splits(whole, plan.trainer.where)
     return [*lines, *(f"  {note}" for note in plan.notes)]
 
 
-def _rate(whole: Together) -> str:
+def _rate(plan: Plan, whole: Together) -> str:
     """Say how fast both sides are together."""
     outcome = whole.outcome
     if outcome is None:
         return (
             f"  in turns  {whole.in_turns_tokens_per_s:,.0f} answer tokens/s: both sides compute "
-            "on the same chips"
+            f"on the same {plan.trainer.where.chip.word}s"
         )
     return (
         f"  simulated {outcome.trained_tokens_per_s:,.0f} answer tokens/s trained on; idle: "
@@ -175,16 +185,40 @@ def _rate(whole: Together) -> str:
     )
 
 
-def _way(tree: TransferTree | None) -> str:
+def _way(whole: Together, samplers: int) -> str:
     """Say how the weights get there."""
-    if tree is None:
+    tree, transport = whole.pipeline.tree, whole.transport
+    if tree is None or transport is None:
         return ""
-    return f": {tree.num_bytes / 1e9:.1f} GB each, the trainer sends {tree.fanout} copies at most"
+    copies = min(tree.fanout, samplers)
+    sent_gb, cost = copies * tree.num_bytes / 1e9, ""
+    if transport.send_cpu_s_per_gb is not None:
+        cost = f" and {sent_gb * transport.send_cpu_s_per_gb:,.0f} CPU seconds of its hosts"
+    return (
+        f": {tree.num_bytes / 1e9:.1f} GB each, {transport.name}; of each version the trainer "
+        f"sends {copies} copies, {sent_gb:,.1f} GB{cost} (at the network cards' line rate, an "
+        f"upper bound: {_time(whole.bound_s)})"
+    )
 
 
-def _splits(whole: Together, now: int) -> Iterable[str]:
-    """Describe the splits; now: the trainer's chips as configured."""
-    yield "  splits of the same chips, trainer + samplers (answer tokens/s of the slower side):"
+def _between(slices: BetweenSlices | None) -> list[str]:
+    """Say what the trainer's slices send to each other."""
+    if slices is None:
+        return []
+    return [
+        f"  {slices.slices} slices  each device of the trainer sends "
+        f"{slices.bytes_of_device / 1e9:.2f} GB to other slices in a step: "
+        f"{_time(slices.seconds)} of it, at its share of its host's network cards"
+    ]
+
+
+def _splits(whole: Together, where: Slice) -> Iterable[str]:
+    """Describe the splits; where: the trainer's slice as configured."""
+    now = where.num_chips
+    yield (
+        f"  splits of the same {where.chip.word}s, trainer + samplers (answer tokens/s of the "
+        "slower side):"
+    )
     shown = [s for n, s in enumerate(whole.splits) if n < 3 or s.trainer_chips == now]
     for number, split in enumerate(shown):
         mark = "  <- as configured" if split.trainer_chips == now else ""

@@ -1,14 +1,17 @@
 """Estimates how long a compiled program takes. Pure functions.
 
-    compute       the compiler's own cycles, times the chip's clock
+    compute       instructions at their pace (pace.py): the TPU compiler's own cycles; of NVIDIA
+                  cards arithmetic
     kernels       attention's, which it does not time: their FLOPs at the share of the peak that
-                  was published (splash, attention_rates.py; a prefill's ragged kernel is taken to
-                  reach what splash does going forward), the bytes of the KV cache at four fifths
-                  of HBM's bandwidth (ragged, in decode)
+                  was published (attention_rates.py; a prefill's kernel on the pages is taken to
+                  reach what training's forward pass does), the bytes of the KV cache at four
+                  fifths of the bandwidth (on the pages, in decode)
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
-    exposed       all-reduces and all-to-alls, which the program waits for
+    exposed       all-reduces and all-to-alls, which the program waits for, and all traffic
+                  between slices, at a chip's share of its host's network cards: an upper bound of
+                  the rate
 
     estimate = max(compute + kernels, hidden) + exposed
 
@@ -17,10 +20,10 @@ The roofline needs no compiler: max(FLOPs / peak, bytes / bandwidth, bytes sent 
 
 from dataclasses import dataclass
 
-from jaxrl_async.plan.attention_rates import splash_share
+from jaxrl_async.plan.attention_rates import card_share, splash_share
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.compiled import Compiled
-from jaxrl_async.plan.cost import Collective, Kernel
+from jaxrl_async.plan.cost import BETWEEN_SLICES, Collective, Kernel
 
 RAGGED_SHARE = 0.8
 """Assumed share of HBM's bandwidth that ragged paged attention reaches.
@@ -39,8 +42,19 @@ Published for the shapes of Qwen3-30B-A3B, 128 experts of 2,048 x 768 and 1,024 
 """
 HOP_S = 1e-6
 """Latency from one chip to the next, seconds; a collective goes half around the ring."""
-BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
+CARD_HOP_S = 3e-6
+"""The same from card to card, of NCCL: an all-reduce among eight takes 12 us at least."""
+BACKWARD = (
+    "splash_mha_dkv", "splash_mha_dq", "flash_keys", "flash_queries", "cudnn_attention_backward",
+)  # fmt: skip
+ON_PAGES = ("ragged_paged", "decode_on_pages", "attend_pages")
+"""How the names of kernels begin that attend on the pages of the KV cache: JAX's for TPUs, ours for
+TPUs, and ours for cards. What they compute, and read, their text does not say."""
 EXPOSED = ("all-reduce", "all-to-all")
+RINGS = ("all-gather", "all-reduce", "reduce-scatter")
+"""Collectives that NCCL runs as rings through all network cards of a host's members: two hosts of
+eight pairs of card and 400 Gb/s reach 366 to 470 GB/s, not 50 (github.com/NVIDIA/nccl-tests, issue
+309; four cards of 200 Gb/s 96 GB/s, issue 119)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +141,7 @@ def timing(
     Args:
         done: the program.
         where: its slice.
-        cache_bytes: KV that its ragged kernels read in all.
+        cache_bytes: KV that its kernels on the pages read in all, where it has such.
         ragged: what these compute, which their text does not tell; None: what counts is reading.
     """
     chip, cost = where.chip, done.cost
@@ -144,14 +158,15 @@ def timing(
     num_bytes = cost.num_bytes + sum(k.num_bytes for k in kernels)
     flops = cost.flops + sum(k.flops for k in kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
-    exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED)
+    exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED or c.axes == BETWEEN_SLICES)
     talk = sum(seconds.values())
-    read_s = cache_bytes / chip.hbm_bytes_per_s
+    on_pages = any(k.name.startswith(ON_PAGES) for k in cost.kernels)  # else they are gathered
+    read_s = cache_bytes / chip.hbm_bytes_per_s if on_pages else 0.0
     return Timing(
-        compute_s=cost.cycles / chip.clock_hz + grouped_s,
-        products_s=cost.product_cycles / chip.clock_hz + grouped_s,
+        compute_s=cost.compute_s + grouped_s,
+        products_s=cost.products_s + grouped_s,
         peak_s=flops / chip.peak_flops,
-        kernels_s=sum(k.flops / chip.peak_flops / _splash_share(k, where) for k in attention)
+        kernels_s=sum(k.flops / chip.peak_flops / _attention_share(k, where) for k in attention)
         + read_s / RAGGED_SHARE,
         hidden_s=talk - exposed,
         exposed_s=exposed,
@@ -163,16 +178,21 @@ def timing(
     )
 
 
-def _splash_share(kernel: Kernel, where: Slice) -> float:
+def _attention_share(kernel: Kernel, where: Slice) -> float:
     """Return the share of the peak for a kernel of attention; 1 where it has no FLOPs."""
     if not kernel.flops:
         return 1.0
     backward = kernel.name.startswith(BACKWARD)
+    if where.chip.is_card:
+        return card_share(kernel.name, backward=backward)
     generation = where.chip.generation
     return splash_share(generation, kernel.length, kernel.width, backward=backward)
 
 
 def collective_s(talk: Collective, where: Slice) -> float:
     """Return the seconds of a collective: bytes over the group's links, plus its ring's latency."""
-    one_way = where.chip.ici_bytes_per_s / 2 * where.link_share(talk.group)
-    return talk.num_bytes / one_way + talk.times * HOP_S * talk.group / 2
+    if talk.axes == BETWEEN_SLICES:
+        return talk.num_bytes / where.chip.dcn_bytes_per_s
+    hop_s = CARD_HOP_S if where.chip.is_card else HOP_S
+    rate = where.sent_bytes_per_s(talk.group, talk.near, in_a_ring=talk.kind in RINGS)
+    return talk.num_bytes / rate + talk.times * hop_s * talk.group / 2

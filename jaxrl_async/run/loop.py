@@ -45,7 +45,12 @@ from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
-from jaxrl_async.run.builders.devices import CACHE_FOLDER, claim_devices, keep_compiled_programs
+from jaxrl_async.run.builders.devices import (
+    CACHE_FOLDER,
+    claim_devices,
+    keep_compiled_programs,
+    with_dtype,
+)
 from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
@@ -93,6 +98,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         check_paths(one)
         check_trackers(one.metrics)
     paths = Paths(Path(config.run.dir) / config.run.name)
+    config = _with_dtype_of_first(config, lockstep, paths.config)
     with ExitStack() as closing:
         closing.enter_context(no_end_by_others())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
@@ -128,6 +134,14 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
     console.summary([*achieved, early, *where, *copy.verdict()])
     return paths.root
+
+
+def _with_dtype_of_first(config: Config, lockstep: Lockstep, before: Path) -> Config:
+    """Return the configuration with model.dtype as process 0 chooses it, if it is null."""
+    if config.model.dtype is not None:
+        return config
+    chosen = lockstep.gather_json(with_dtype(config, before).model.dtype)[0]
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": chosen})})
 
 
 def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None:

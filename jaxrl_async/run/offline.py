@@ -45,6 +45,7 @@ from jaxrl_async.model.lora import merged
 from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
+from jaxrl_async.profiling import StepTraces
 from jaxrl_async.run.assemble import Claim
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
@@ -56,6 +57,7 @@ from jaxrl_async.run.builders.initial_policy import (
 )
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
 from jaxrl_async.run.builders.playing import find_task, imitated
+from jaxrl_async.run.builders.training import step_traces
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import (
@@ -171,7 +173,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
         work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
         closing.callback(work.close)
         with only_new_garbage():
-            learn_job(config, work, asked)
+            learn_job(config, work, asked, step_traces(config, paths.root, lockstep))
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -424,11 +426,11 @@ class OfflineRun:
         self._checkpoints.save(progress.version, state=tree, loop=loop)
 
 
-def learn_job(config: Config, work: OfflineRun, stop: StopRequests) -> None:
+def learn_job(config: Config, work: OfflineRun, stop: StopRequests, traces: StepTraces) -> None:
     """Make one version after another, until run.steps are made or somebody asks for a stop."""
     work.begin()
     saved = work.made if config.run.resume else None
-    make_updates(work, config.run.steps, config, stop, saved=saved, keeps_last=True)
+    make_updates(work, config.run.steps, config, stop, saved=saved, keeps_last=True, traces=traces)
 
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:

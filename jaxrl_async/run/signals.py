@@ -19,6 +19,8 @@ from jaxrl_async.metrics.json_logs import signal_line
 
 EXIT_CODE = 130
 """Exit code after a second signal: 128 + SIGINT, as shells count."""
+NO_TRAINER_CODE = 69
+"""Exit code of a sampler that no trainer has answered within --wait: EX_UNAVAILABLE."""
 PREEMPTED_CODE = 75
 """Exit code after SIGTERM or SIGHUP: EX_TEMPFAIL of sysexits.h, "try again later"."""
 HURRIED = ("SIGTERM", "SIGHUP")

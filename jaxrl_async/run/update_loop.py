@@ -9,6 +9,7 @@ from typing import Protocol
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import TrainingError
 from jaxrl_async.metrics.spans import span
+from jaxrl_async.profiling import NO_TRACES, StepTraces
 from jaxrl_async.run.lockstep import StopRequests
 from jaxrl_async.trainer.trainer import lost
 
@@ -35,6 +36,7 @@ def make_updates(
     *,
     saved: int | None,
     keeps_last: bool,
+    traces: StepTraces = NO_TRACES,
 ) -> None:
     """Make updates until there are `steps` of them or somebody asks for a stop.
 
@@ -44,11 +46,12 @@ def make_updates(
         saved: the update that the newest checkpoint holds; None: there is no checkpoint.
         keeps_last: save whatever ends the updates. Otherwise a last save is made only if a stop or
             a TrainingError ends them, or if all are made and checkpoint.every is set.
+        traces: takes the profiler's traces of chosen updates.
     """
     every, skipped, stopped = config.checkpoint.every, 0, False
     try:
         while work.made < steps and not (stopped := stop.is_set()):
-            with span("update", number=work.made + 1):
+            with traces.of(work.made + 1), span("update", number=work.made + 1):
                 report = work.step()
             skipped = skipped + 1 if report["train/skipped"] else 0
             stop_if_lost(skipped, config, blown_up=bool(report.get("train/blown_up")))

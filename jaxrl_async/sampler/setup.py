@@ -15,17 +15,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
+from jaxrl_async.model.card import has_triton
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.delta_layer import empty_states
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.sink_pages import LANES, has_spare, page_head_dim
+from jaxrl_async.model.sink_pages import has_spare, page_head_dim
 from jaxrl_async.model.spec import (
     ModelSpec,
     Params,
@@ -233,7 +235,8 @@ def kv_plan(
         keep_routing: whether it tells each token's experts.
     """
     sides, heads, width = spec.cached_shape
-    if uses_ragged(section.attention, mesh, spec):
+    ragged, platform = uses_ragged(section.attention, mesh, spec), device_of(mesh).platform
+    if ragged and platform != "gpu":
         width = page_head_dim(width)
     each = sides * heads * width * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
@@ -249,6 +252,7 @@ def kv_plan(
         budget_bytes=None if mib is None else int(mib * 2**20),
         state_bytes=_state_bytes(spec),
         places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
+        copies=not ragged and platform != "cpu",  # a CPU's own kernel copies none
     )
 
 
@@ -339,18 +343,32 @@ def build_engine(
     return Engine(engine_spec)
 
 
+def device_of(mesh: Mesh | None) -> Any:
+    """Return the first device of a sampler's mesh; None: of all."""
+    return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+
+
 def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
     """Return whether a sampler there could compute by kernels of our own: on one CPU device, in
     float32."""
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = device_of(mesh)
     alone = mesh is None or mesh.size == 1
     return bool(device.platform == "cpu" and alone and jnp.dtype(dtype) == jnp.float32)
 
 
 def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
-    """Return whether decoding reads the pages through the TPU kernel, given sampler.attention; a
-    model's sinks need heads that leave columns for them, and the kernel's heads are no wider than a
-    register: latent attention's and those of 256 (Gemma, Qwen3.5) are. Raises ConfigError."""
+    """Return whether decoding reads the pages through a kernel, given sampler.attention. The kernel
+    for GPUs since Ampere takes all models. The TPU kernels have no latent attention, and a model's
+    sinks need heads that leave columns for them. Raises ConfigError."""
+    device = device_of(mesh)
+    if device.platform == "gpu":
+        if attention == "ragged" and not has_triton(device):
+            raise ConfigError(
+                f"sampler.attention=ragged needs an NVIDIA GPU of compute capability {AMPERE}.0 "
+                f"or newer, and the sampler's is a {device.device_kind}. Set "
+                "sampler.attention=gathered."
+            )
+        return attention != "gathered" and has_triton(device)
     if attention == "ragged" and spec.latent:
         raise ConfigError(
             f"sampler.attention=ragged: the kernel has no latent attention, which this "
@@ -358,7 +376,5 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
         )
     if attention != "auto":
         return attention == "ragged"
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    fits = not spec.latent and spec.head_dim <= LANES
-    fits = fits and (not spec.sinks or has_spare(spec.head_dim))
+    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
     return bool(device.platform == "tpu") and fits

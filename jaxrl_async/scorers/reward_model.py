@@ -171,7 +171,7 @@ def load_reward_model(
     Raises ConfigError if the folder holds no reward model, or the model reads other tokens than the
     policy.
     """
-    folder, dtype = Path(section.model or ""), jnp.dtype(model.dtype)
+    folder, dtype = Path(section.model or ""), jnp.dtype(model.computes_in)
     try:
         spec = load_spec(folder)
         _check_tokens(folder, spec, tokenizer)

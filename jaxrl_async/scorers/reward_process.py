@@ -12,6 +12,7 @@ import asyncio
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import select
 import signal
@@ -212,9 +213,11 @@ class _Process:
     def _read(self, count: int, until: float) -> bytes:
         """Return the next bytes of the replies. Raises TooLate, EOFError."""
         data = bytearray()
+        replies = select.poll()  # select() takes no descriptor above 1023
+        replies.register(self._replies, select.POLLIN)
         while len(data) < count:
             left_s = until - time.monotonic()
-            if left_s <= 0 or not select.select([self._replies], [], [], left_s)[0]:
+            if left_s <= 0 or not replies.poll(math.ceil(1e3 * left_s)):
                 raise TooLate
             more = os.read(self._replies, min(count - len(data), 1 << 20))
             if not more:

@@ -63,6 +63,7 @@ class MemoryFetched:
     num_bytes: int
     source: str
     compared: bool = False
+    fallbacks: int = 0
 
 
 class MemoryFetching:

@@ -70,6 +70,10 @@ class LogprobPass:
             batch = for_other_models(batch)
         return self._over(self._logprobs, params, batch, device_lock)[0]
 
+    def lower(self, params: Params, tokens: TokenRows) -> Any:
+        """Lower what `logprobs` compiles for a micro-batch; the arguments are shapes alone."""
+        return self._logprobs.lower(params, tokens)
+
     def top(
         self,
         params: Params,

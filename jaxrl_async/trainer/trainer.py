@@ -23,6 +23,7 @@ from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, Traini
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports import Clock, GroupSource, Publisher
+from jaxrl_async.profiling import NO_TRACES, StepTraces
 from jaxrl_async.trainer.beside import EvaluationBeside, Finish
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.learner import Learner
@@ -82,12 +83,14 @@ class Trainer:
         settings: TrainerSettings,
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         turn: AbstractContextManager[Any] | None = None,
+        traces: StepTraces = NO_TRACES,
         clock: Clock = time.perf_counter,
     ) -> None:
         """Build the trainer of a new run; `restore` continues a saved one.
 
         turn: held from the groups of a step to its publishing, where several runs share the slice;
             None: this run has it to itself.
+        traces: takes the profiler's traces of chosen steps.
         """
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
@@ -96,6 +99,7 @@ class Trainer:
         self._failed_saves, self._save_s = 0, 0.0  # in a row; of the last one, on this thread
         self._torn = False  # whether an update that failed has left weights of no version
         self._device_lock, self._turn, self._clock = device_lock, turn, clock
+        self._traces = traces
         self._saved_version = -1
         self._beside: EvaluationBeside | None = None  # under way
         self.doing, self.since = "starting", clock()  # for the watchdog
@@ -131,7 +135,8 @@ class Trainer:
         try:
             try:
                 while self.version < self._settings.total_steps and not self._outlets.should_stop():
-                    self._one_step()
+                    with self._traces.of(self.version + 1):
+                        self._one_step()
             except Closed:
                 if not self._outlets.should_stop():
                     raise
@@ -152,6 +157,7 @@ class Trainer:
         draw = self._draw()
         if draw is None:
             return
+        self._traces.before_update()
         drawn = in_turn = self._clock()
         if self._turn is not None:
             self._now("waiting for its turn")

@@ -4,6 +4,9 @@
     device    accumulate(trainable, sum, micro, context, frozen) -> sum, totals    each micro-batch
               apply(state, sum, frozen, probe) -> state                            once
 
+Gradients are summed by each part of the mesh's axis data for itself, over all micro-batches, and
+over the parts in `apply` alone (where can_sum_apart): between slices they cross the network once.
+
 `accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once; `apply`
 alone donates the state, and starts once every gradient is there. It keeps the state as it was if
 the gradient is not finite, or if the weights that it makes have grown beyond all measure or say
@@ -26,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
-from jaxrl_async.algorithms.objective import Totals, summarize
+from jaxrl_async.algorithms.objective import Totals, merged_parts, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.host import host_memory
 from jaxrl_async.mesh import (
@@ -34,6 +37,7 @@ from jaxrl_async.mesh import (
     NO_DEVICE_LOCK,
     AnyDeviceLock,
     batch_sharding,
+    by_slice,
     in_memory,
     put,
     shapes_on,
@@ -103,7 +107,7 @@ class WithMasters(NamedTuple):
 class GradSum(NamedTuple):
     """Gradients and loss so far, over micro-batches."""
 
-    grads: Params  # float32
+    grads: Params  # float32; if the mesh divides data, [parts, ...], one sum for each part
     loss: Array  # [] float32
     chosen: Array | None = None  # [L, E] int32, of ExpertLoad; None: no correction moves
 
@@ -182,6 +186,10 @@ class Update(Generic[ObjectiveT]):
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
         self.sizes = settings.micro_sizes(objective.rows_are_independent)
         self._fitting: set[int] = set()  # rows of micro-batches whose program fits in memory
+        apart = objective.rows_are_independent and can_sum_apart(mesh, objective.spec)
+        self._parts = mesh.shape["data"] if apart else 1
+        if mesh.shape["data"] > 1 and not apart:
+            log.info("each micro-batch sums its gradients over mesh.trainer.data, not each update")
         self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
@@ -211,7 +219,9 @@ class Update(Generic[ObjectiveT]):
         self._opt_in_use = in_use if offloads else None
         self.state_shardings = TrainState(of_params, opt, self.replicated)
         sums = self._sum_shardings = GradSum(
-            of_params, self.replicated, self.replicated if self.settings.balance.bias_rate else None
+            self._of_each_part(of_params),
+            self.replicated,
+            self.replicated if self.settings.balance.bias_rate else None,
         )
         self._copy = jax.jit(self._copy_params, out_shardings=of_params)
         self._init_opt = jax.jit(self._fresh_opt, out_shardings=opt)
@@ -229,6 +239,14 @@ class Update(Generic[ObjectiveT]):
         )
         self._measure = jax.jit(self._measure_one, out_shardings=self.replicated)
         self._count = jax.jit(self._count_one, out_shardings=self.replicated)
+
+    def _of_each_part(self, of_params: Any) -> Any:
+        """Return the shardings of gradients that each part of the axis data sums for itself."""
+        if self._parts == 1:
+            return of_params
+        return jax.tree.map(
+            lambda s: NamedSharding(s.mesh, PartitionSpec("data", *s.spec)), of_params
+        )
 
     def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
         of_optimizer = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
@@ -321,7 +339,7 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[GradSum, list[Totals]]:
         """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
         totals: list[Totals] = []
-        if self.settings.balance.loss and len(micros) > 1:
+        if self.settings.balance.loss and (len(micros) > 1 or self._parts > 1):
             load = self._counted(state.params, micros, context, frozen, device_lock)
             frozen = frozen._replace(load=load)
         with device_lock:
@@ -458,7 +476,8 @@ class Update(Generic[ObjectiveT]):
     # ---- inside jit
 
     def _zeros_of(self, shapes: Any) -> GradSum:
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        parts = () if self._parts == 1 else (self._parts,)
+        zeros = jax.tree.map(lambda s: jnp.zeros((*parts, *s.shape), s.dtype), shapes)
         return GradSum(zeros, jnp.float32(0), self._balance.counts())
 
     def _copy_params(self, params: Params) -> Params:
@@ -469,12 +488,29 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
         gradient = jax.value_and_grad(self._balanced_loss, has_aux=True)
-        (loss, totals), grads = gradient(trainable, frozen, micro, context)
+        if self._parts == 1:
+            (loss, totals), grads = gradient(trainable, frozen, micro, context)
+        else:
+            run = by_slice(
+                lambda *given: gradient(*self._of_part(given)),
+                self.settings.mesh,
+                (None, None, "data", None),
+            )
+            (loss, totals), grads = run(trainable, frozen, micro, context)
+            loss, totals = loss.sum(), merged_parts(totals)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
         chosen = sums.chosen
         if chosen is not None and totals.load is not None:
             chosen = chosen + totals.load.chosen
         return GradSum(grads, sums.loss + loss, chosen), totals
+
+    def _of_part(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of the loss with the dropout of one part of the axis data."""
+        trainable, frozen, micro, context = given
+        if frozen.noise is not None:
+            number = frozen.noise.micro * self._parts + jax.lax.axis_index("data")
+            frozen = frozen._replace(noise=frozen.noise._replace(micro=number))
+        return trainable, frozen, micro, context
 
     def _balanced_loss(
         self, trainable: Params, frozen: Frozen, micro: Any, context: Any
@@ -505,6 +541,8 @@ class Update(Generic[ObjectiveT]):
 
         ids: [n] int32, what the weights are tried on.
         """
+        if self._parts > 1:
+            sums = sums._replace(grads=jax.tree.map(lambda g: g.sum(axis=0), sums.grads))
         grad_norm = optax.tree.norm(sums.grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
         if self._opt_in_use is not None:
@@ -557,6 +595,17 @@ class Update(Generic[ObjectiveT]):
             key = jax.random.fold_in(jax.random.key(ROUNDING_SEED), step)
             return rounded_tree(key, params, dtype)
         return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
+    """Return whether each part of the axis data may sum gradients for itself.
+
+    XLA's partitioner aborts for some programs with one axis divided by hand and others by XLA
+    (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor),
+    so these are the meshes that were tried.
+    """
+    others = {axis for axis, size in mesh.shape.items() if size > 1} - {"data"}
+    return others <= ({"expert"} if spec.experts else {"fsdp", "tensor"})
 
 
 def is_queue_full(mesh: Mesh, index: int) -> bool:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.metrics.profiles import traces_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
 from jaxrl_async.view.summary import ages, dropped, faults, lengths, tiles
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
@@ -113,8 +115,21 @@ def spans(runs: Runs, query: Query) -> Any:
 
 
 def identity(runs: Runs, query: Query) -> Any:
-    """Return what made a run."""
-    return runs[query["run"][0]].identity()
+    """Return what made a run, and the traces of JAX's profiler that it has taken."""
+    run = runs[query["run"][0]]
+    traces = [
+        {"step": step, "file": file, "bytes": size} for step, file, size in traces_of(run.root)
+    ]
+    return {**run.identity(), "traces": traces}
+
+
+def file_of(runs: Runs, query: Query) -> Path:
+    """Return the file of a run that is asked for: one of its traces. Raises KeyError for any
+    other."""
+    run, asked = runs[query["run"][0]], query["file"][0]
+    if asked not in {file for _, file, _ in traces_of(run.root)}:
+        raise KeyError(f"{run.name} has no such trace")
+    return run.root / asked
 
 
 ANSWERS: dict[str, Answer] = {

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import hmac
 import logging
+import os
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -15,7 +17,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jaxrl_async.view.answers import ANSWERS, Answer, Query
+from jaxrl_async.view.answers import ANSWERS, Answer, Query, file_of
 from jaxrl_async.view.plain_json import plain_json
 from jaxrl_async.view.watched import WatchedRun
 
@@ -35,6 +37,8 @@ FILES = {
     "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
 }
 """Address, file and type of what the page is made of."""
+FILE = "/file"
+"""Address of the files of runs that the page links."""
 PLAIN = "text/plain; charset=utf-8"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 """What the page may load and run: nothing from elsewhere, and no text of a sample as a script."""
@@ -183,12 +187,24 @@ class ViewHandler(BaseHTTPRequestHandler):
             name, kind = FILES[url.path]
             data = files("jaxrl_async.view").joinpath("page", name).read_bytes()
             self._reply(200, data, kind)
-        elif url.path not in ANSWERS:
+        elif url.path not in (*ANSWERS, FILE):
             self._reply(404, b"there is no such page", PLAIN)
         elif not self._has_token(query):
             self._reply(401, b"the address lacks its token", PLAIN)
+        elif url.path == FILE:
+            self._send_file(query)
         else:
             self._answer(ANSWERS[url.path], query)
+
+    def _send_file(self, query: Query) -> None:
+        try:
+            file = file_of(self.server.runs, query).open("rb")
+        except (KeyError, FileNotFoundError) as error:
+            self._reply(404, _plain(f"there is no such file: {error}"), PLAIN)
+            return
+        with file:
+            self._begin(200, "application/octet-stream", os.fstat(file.fileno()).st_size)
+            shutil.copyfileobj(file, self.wfile)
 
     def _answer(self, answer: Answer, query: Query) -> None:
         try:
@@ -214,10 +230,14 @@ class ViewHandler(BaseHTTPRequestHandler):
         return not token or hmac.compare_digest(given, token)
 
     def _reply(self, status: int, data: bytes, kind: str) -> None:
+        self._begin(status, kind, len(data))
+        self.wfile.write(data)
+
+    def _begin(self, status: int, kind: str, size: int) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind,
-            "Content-Length": str(len(data)),
+            "Content-Length": str(size),
             "Cache-Control": "no-store",
             "Content-Security-Policy": POLICY,
             "X-Content-Type-Options": "nosniff",
@@ -226,7 +246,6 @@ class ViewHandler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log a call at the level of debugging."""

@@ -8,6 +8,7 @@ change unseen. Each shard is summed on its own device, without collectives, so a
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,39 +22,74 @@ Checksum = NDArray[np.uint32]
 """[arrays] in tree order."""
 
 
+class PartSums:
+    """Checksums of parts of arrays, being computed, each on the device of its part."""
+
+    def __init__(self, parts: Sequence[tuple[Array, Sequence[int], tuple[int, ...]]]) -> None:
+        """Begin; do not wait.
+
+        parts: each on one device, with the index of its first element in the whole array, and the
+            whole array's shape.
+        """
+        by_device: dict[Any, list[int]] = {}
+        for number, (data, _, _) in enumerate(parts):
+            by_device.setdefault(next(iter(data.devices())), []).append(number)
+        self._sums = [
+            (
+                numbers,
+                _sums_of(
+                    [parts[n][0] for n in numbers],
+                    [np.asarray([i % 2**32 for i in parts[n][1]], np.uint32) for n in numbers],
+                    tuple(_strides(parts[n][2]) for n in numbers),
+                ),
+            )
+            for numbers in by_device.values()
+        ]
+
+    def read(self) -> list[int]:
+        """Wait for the checksums and return each part's share of its array's, in order."""
+        found = {n: int(s) for numbers, sums in self._sums for n, s in _pairs(numbers, sums)}
+        return [found[number] for number in range(len(found))]
+
+
 class Sums:
     """Checksums of a tree, being computed: the constructor does not wait for them."""
 
     def __init__(self, params: Any) -> None:
-        self._num_arrays = 0
-        self._sums: list[tuple[list[tuple[int, Any]], Array]] = []  # (array, its shard's offsets)
-        by_device: dict[Any, list[tuple[int, Any, Any]]] = {}
-        for leaf in jax.tree.leaves(params):
-            for shard in jnp.asarray(leaf).addressable_shards:
-                parts = by_device.setdefault(shard.device, [])
-                parts.append((self._num_arrays, shard, leaf.shape))
-            self._num_arrays += 1
-        for parts in by_device.values():
-            offsets = [[s.start or 0 for s in shard.index] for _, shard, _ in parts]
-            sums = _sums_of(
-                [shard.data for _, shard, _ in parts],
-                [np.asarray(o, np.uint32) for o in offsets],
-                tuple(_strides(shape) for _, _, shape in parts),
-            )
-            places = [(n, tuple(o)) for (n, _, _), o in zip(parts, offsets, strict=True)]
-            self._sums.append((places, sums))
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        self._num_arrays = len(leaves)
+        shards = [(n, leaf, s) for n, leaf in enumerate(leaves) for s in leaf.addressable_shards]
+        starts = [tuple(i.start or 0 for i in shard.index) for _, _, shard in shards]
+        self._places = [(n, start) for (n, _, _), start in zip(shards, starts, strict=True)]
+        self._sums = PartSums(
+            [
+                (shard.data, start, leaf.shape)
+                for (_, leaf, shard), start in zip(shards, starts, strict=True)
+            ]
+        )
+
+    def of_shards(self) -> dict[tuple[int, tuple[int, ...]], int] | None:
+        """Wait, and return each distinct shard's share, by (array, index of its first element);
+        None if copies of one shard differ."""
+        shards: dict[tuple[int, tuple[int, ...]], int] = {}
+        for place, shard_sum in zip(self._places, self._sums.read(), strict=True):
+            if shards.setdefault(place, shard_sum) != shard_sum:
+                return None
+        return shards
 
     def read(self) -> Checksum | None:
         """Wait for the checksums and return them; None if copies of one shard differ."""
-        shards: dict[tuple[int, Any], int] = {}
-        for places, sums in self._sums:
-            for place, shard_sum in zip(places, np.asarray(sums), strict=True):
-                if shards.setdefault(place, int(shard_sum)) != int(shard_sum):
-                    return None
+        shards = self.of_shards()
+        if shards is None:
+            return None
         whole = np.zeros(self._num_arrays, np.uint64)
         for (array, _), shard_sum in shards.items():
             whole[array] += np.uint64(shard_sum)
         return (whole % 2**32).astype(np.uint32)
+
+
+def _pairs(numbers: Sequence[int], sums: Array) -> Iterator[tuple[int, Any]]:
+    return zip(numbers, np.asarray(sums), strict=True)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class Exchange:
     changed: threading.Condition = field(default_factory=threading.Condition)
     untold: deque[int] = field(default_factory=deque)  # live versions that on_live was not given
     telling: bool = False  # a thread is calling on_live
+    last_late: Standing | None = None  # held the live version back when it was last looked for
 
     @property
     def all_taken(self) -> bool:
@@ -90,6 +91,12 @@ class Exchange:
     def raise_live(self) -> None:
         """Move `live_version` up to the lowest of all that count. Under the lock; call `tell`
         after it, without."""
+        if self._holds_back(self.last_late):
+            return
+        # the last sampler to come is likely the last to sample from it: few looks at all samplers
+        self.last_late = next(filter(self._holds_back, reversed(self.standings)), None)
+        if self.last_late is not None:
+            return
         lowest = min((s.live_version for s in self.standings if s.counts), default=None)
         if lowest is None or lowest <= self.live_version:
             return
@@ -100,6 +107,12 @@ class Exchange:
         self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
         self.untold.append(lowest)
         self.changed.notify_all()
+
+    def _holds_back(self, standing: Standing | None) -> bool:
+        """Return whether the live version cannot rise because of this sampler."""
+        return (
+            standing is not None and standing.counts and standing.live_version <= self.live_version
+        )
 
     def tell(self) -> None:
         """Call on_live with each version that has become live, in rising order, outside the lock:

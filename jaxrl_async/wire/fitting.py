@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxrl_async.codec import ML_DTYPES
 from jaxrl_async.types import Completion, Partial
@@ -29,10 +30,18 @@ def check_fits(record: Any) -> None:
         raise ValueError(f"{kind.__name__}{wrong}")
 
 
+ARRAY_ALIAS = typing.get_origin(NDArray[np.int32])
+"""np.ndarray itself or, from NumPy 2.5 on Python 3.12, the alias NDArray, whose argument is the
+scalar type."""
+
+
 @lru_cache(maxsize=1024)
 def _check(kind: Any) -> Check:
     """Make the check of a type as it is written in a record."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    named = getattr(kind if origin is None else origin, "__value__", None)
+    if named is not None:  # NumPy 2.5's NDArray, from Python 3.12 on
+        return _check(named if origin is None else named[args])
     if kind is Any:
         return lambda value: None
     if origin in (typing.Union, types.UnionType):
@@ -43,6 +52,8 @@ def _check(kind: Any) -> Check:
         return _mapping_check(args[1])
     if origin is np.ndarray:
         return _array_check(typing.get_args(args[1])[0])
+    if origin is ARRAY_ALIAS:
+        return _array_check(args[0])
     if dataclasses.is_dataclass(kind):
         return _record_check(typing.cast(type, kind))
     if kind is float:  # a whole number may have been given
@@ -139,7 +150,8 @@ def _mapping_check(arg: Any) -> Check:
 def _array_check(kind: Any) -> Check:
     """Check the kind of numbers, not their size: engines keep log-probs and KV in several."""
     scalar = typing.get_origin(kind) or kind
-    family = next(f for f in (np.signedinteger, np.floating, np.bool_) if issubclass(scalar, f))
+    kinds = (np.signedinteger, np.unsignedinteger, np.floating, np.bool_)
+    family = next(f for f in kinds if issubclass(scalar, f))
 
     def check(value: Any) -> str | None:
         if type(value) is not np.ndarray:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -225,21 +226,33 @@ class _DaemonThreads(Executor):
 def _make_server(limits: WireLimits) -> grpc.Server:
     join_ms = int(limits.join_s * 1000)
     most = limits.max_sessions + limits.max_joining
+    open_most = most + IDLE_CONNECTIONS
     options = (
         *OPTIONS,
         ("grpc.so_reuseport", 0),  # else two trainers share a port, and neither knows
         ("grpc.max_concurrent_streams", 4),
-        ("grpc.max_allowed_incoming_connections", min(most + IDLE_CONNECTIONS, _half_of_files())),
+        ("grpc.max_allowed_incoming_connections", min(open_most, _half_of_files(open_most))),
         ("grpc.server_handshake_timeout_ms", min(join_ms, HANDSHAKE_MS)),
         ("grpc.max_connection_idle_ms", join_ms),  # connections without a call
     )
     return grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=most)
 
 
-def _half_of_files() -> int:
-    """Return half of the number of files that this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**30 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+def _half_of_files(wanted: int) -> int:
+    """Return half of the number of files that this process may have open; raise that limit to
+    twice what is wanted, if the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 2**30
+    most = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+    if soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            log.info("this process may have %d files open from now on, before: %d", most, soft)
+            soft = most
+    if soft < 2 * wanted:
+        log.info("%d open files (ulimit -n) allow %d connections of samplers", soft, soft // 2)
+    return max(1, soft // 2)
 
 
 def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:

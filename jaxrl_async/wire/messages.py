@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_async.codec import Bytes
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of this set of messages; both sides must have the same."""
 
 
@@ -138,6 +139,23 @@ class Leaving:
     partials: tuple[Partial, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A step of the trainer that the sampler traces begins, or it ends (run.profile)."""
+
+    step: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """The trace that a sampler has taken during a step."""
+
+    step: int
+    files: Mapping[str, Bytes]  # by metrics.profiles.SUFFIXES
+    error: str = ""  # why there are no files
+
+
 # ---- weights
 
 
@@ -160,6 +178,7 @@ class Staged:
     seconds: float  # from the offer until now
     source: str  # where most of it came from
     base_bytes: int = 0  # that it fetched beside these: what an adapter changes, the first time
+    fallbacks: int = 0  # times that it went over to TCP: the way that was asked for had failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +252,8 @@ MESSAGES: tuple[type, ...] = (
     Died,
     Leave,
     Leaving,
+    Profile,
+    Profiled,
     Offer,
     Staged,
     Torn,

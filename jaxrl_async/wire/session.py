@@ -41,8 +41,8 @@ class WireLimits:
     max_message_bytes: int = 256 << 20
     queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
     join_s: float = 10.0  # for the handshake, before the secret is proved
-    max_joining: int = 64  # connections at once that have not proved it yet
-    max_sessions: int = 1024  # at once
+    max_joining: int = 64  # simultaneous connections that have not proved it yet
+    max_sessions: int = 4096  # at the same time
 
     @classmethod
     def of(cls, remote: RemoteSection) -> "WireLimits":
@@ -83,6 +83,9 @@ class WireSession:
         self._deliver = True  # False: what a handler cannot take is not given to it
         self._heard = self._taken = 0  # frames that came and went, to see whether they still do
         self._full = False  # whether the reader waits for room
+        self._seen = (0, 0)  # of those, at the last look
+        self._looked_s = time.monotonic()
+        self._unheard_s = self._untaken_s = 0.0  # for how long nothing came, or went
 
     @property
     def peer(self) -> str:
@@ -96,8 +99,10 @@ class WireSession:
 
     def start(self) -> None:
         """Start to deliver and to watch."""
-        for work, name in ((self._dispatch, "deliver"), (self._watch, "watch")):
-            threading.Thread(target=work, name=f"{name} {self._peer}", daemon=True).start()
+        name = f"deliver {self._peer}"
+        threading.Thread(target=self._dispatch, name=name, daemon=True).start()
+        self._looked_s = time.monotonic()
+        WATCH.add(self)
 
     def use_limits(self, limits: WireLimits) -> None:
         """Keep to the limits of the other side from now on: it waits for beats as often as they
@@ -105,12 +110,21 @@ class WireSession:
         with self._changed:
             self._limits = limits
             self._changed.notify_all()
+        WATCH.change(self)
 
     # ---- for its users
 
     def send(self, message: Any) -> None:
         """See ports.Session. Raises ConfigError for a message that the other side would refuse as
         too large."""
+        self._queue(message, wait=True)
+
+    def send_now(self, message: Any) -> bool:
+        """See ports.Session. Raises as `send` does."""
+        return self._queue(message, wait=False)
+
+    def _queue(self, message: Any, *, wait: bool) -> bool:
+        """Queue a message; return whether there was room for it, or wait until there is."""
         if not isinstance(message, MESSAGES):
             raise TypeError(f"{type(message).__name__} is no message (wire.messages)")
         data = codec.dumps(message).data
@@ -122,11 +136,14 @@ class WireSession:
             )
         with self._changed:
             while self._ended is None and self._no_room(self._outbox.num_bytes, len(data)):
+                if not wait:
+                    return False
                 self._changed.wait()  # the watch ends it if nothing goes
             if self._ended is not None:
                 raise Disconnected(f"the session with {self._peer} has ended: {self._ended}")
             self._outbox.put(data)
             self._changed.notify_all()
+            return True
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session. Raises ValueError for a second handler of a kind."""
@@ -230,6 +247,7 @@ class WireSession:
             if self._ended is None:
                 self._ended = reason
             self._changed.notify_all()
+        WATCH.remove(self)
         self._close_stream()
 
     def discard(self, reason: str) -> None:
@@ -323,28 +341,88 @@ class WireSession:
             except Exception:  # the others want to know, too
                 log.exception("a callback at the end of the session with %s failed", self._peer)
 
-    def _watch(self) -> None:
-        """Close the stream if nothing comes or nothing goes for silence_s.
+    @property
+    def look_s(self) -> float:
+        """How often to look whether something comes and goes, seconds."""
+        return self._limits.silence_s / (2 * BEATS)
+
+    def look(self) -> None:
+        """Close the stream if nothing has come or nothing has gone for silence_s.
 
         Time in which this process itself stood still counts as one look: it says nothing about the
         other side.
         """
-        last_s, seen = time.monotonic(), (0, 0)
-        unheard_s = untaken_s = 0.0
+        with self._changed:
+            over = self._over
+            now_s, now, seen = time.monotonic(), (self._heard, self._taken), self._seen
+            full, said_all = self._full, self._bye_sent
+        if over:  # it ended before it was started
+            WATCH.remove(self)
+            return
+        passed_s = min(now_s - self._looked_s, 2 * self.look_s)
+        self._looked_s, self._seen = now_s, now
+        self._unheard_s = 0.0 if now[0] != seen[0] or full else self._unheard_s + passed_s
+        self._untaken_s = 0.0 if now[1] != seen[1] or said_all else self._untaken_s + passed_s
+        silence_s = self._limits.silence_s
+        if self._unheard_s > silence_s:
+            self.lost(f"nothing heard of {self._peer} for {silence_s:g} s")
+        elif self._untaken_s > silence_s:
+            self.lost(f"{self._peer} has taken nothing for {silence_s:g} s")
+
+
+class Watch:
+    """A thread that looks at all sessions of this process, each as often as it asks for; it runs
+    while there is one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[WireSession, float] = {}  # when to look, seconds of the monotone clock
+        self._runs = False
+
+    def add(self, session: WireSession) -> None:
+        """Look at a session from now on."""
+        with self._changed:
+            self._due[session] = time.monotonic() + session.look_s
+            if not self._runs:
+                threading.Thread(target=self._run, name="watch sessions", daemon=True).start()
+                self._runs = True
+            self._changed.notify_all()
+
+    def change(self, session: WireSession) -> None:
+        """Look as often as a session asks for now, if it is looked at."""
+        with self._changed:
+            if session in self._due:
+                self._due[session] = time.monotonic() + session.look_s
+                self._changed.notify_all()
+
+    def remove(self, session: WireSession) -> None:
+        """Stop looking at a session. Idempotent."""
+        with self._changed:
+            self._due.pop(session, None)
+            if not self._due:
+                self._changed.notify_all()
+
+    def _run(self) -> None:
         while True:
             with self._changed:
-                look_s = self._limits.silence_s / (2 * BEATS)
-                if not self._over:
-                    self._changed.wait_for(lambda: self._over, look_s)
-                if self._over:
+                now_s = time.monotonic()
+                next_s = min(self._due.values(), default=None)
+                if next_s is None:
+                    self._runs = False
                     return
-                now_s, now = time.monotonic(), (self._heard, self._taken)
-                full, said_all = self._full, self._bye_sent
-            passed_s, last_s = min(now_s - last_s, 2 * look_s), now_s
-            unheard_s = 0.0 if now[0] != seen[0] or full else unheard_s + passed_s
-            untaken_s = 0.0 if now[1] != seen[1] or said_all else untaken_s + passed_s
-            seen = now
-            if unheard_s > self._limits.silence_s:
-                self.lost(f"nothing heard of {self._peer} for {self._limits.silence_s:g} s")
-            elif untaken_s > self._limits.silence_s:
-                self.lost(f"{self._peer} has taken nothing for {self._limits.silence_s:g} s")
+                if next_s > now_s:
+                    self._changed.wait(next_s - now_s)
+                    continue
+                due = [session for session, at_s in self._due.items() if at_s <= now_s]
+                for session in due:  # to the next beat of a clock: many are looked at together
+                    look_s = session.look_s
+                    self._due[session] = (now_s // look_s + 1) * look_s
+            for session in due:
+                try:
+                    session.look()
+                except Exception:  # the others are watched all the same
+                    log.exception("the session with %s cannot be looked at", session.peer)
+
+
+WATCH = Watch()
+"""Of this process."""

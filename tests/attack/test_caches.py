@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from jaxrl_async.private_folder import (
     write_whole,
 )
 from jaxrl_async.run.builders import devices
-from jaxrl_async.run.builders.program_cache import VerifiedPrograms, own_or_spare
+from jaxrl_async.run.builders.program_cache import VerifiedPrograms, keep_used, own_or_spare
 
 SOURCE = """
 #include <cstdlib>
@@ -431,6 +432,57 @@ def test_an_entry_comes_back_and_a_damaged_one_is_made_again(
         assert programs.get("a") == b"program a"
     warned = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 1, "the first says it"
+
+
+def test_programs_that_were_not_used_for_longest_make_room(
+    programs: VerifiedPrograms, tmp_path: Path
+) -> None:
+    """Each has an entry of 100 bytes and a mark of 64."""
+    (tmp_path / "notes.txt").write_bytes(bytes(1000))
+    for age, key in ((30, "a"), (20, "b"), (10, "c")):
+        before = set(tmp_path.iterdir())
+        programs.put(key, key.encode() * 100)
+        for file in set(tmp_path.iterdir()) - before:
+            os.utime(file, (time.time() - age,) * 2)
+    keep_used(tmp_path, 3 * 164)
+    assert programs.get("a") == b"a" * 100, "all have room, and this one is used"
+    keep_used(tmp_path, 2 * 164)
+    assert [programs.get(key) for key in "abc"] == [b"a" * 100, None, b"c" * 100]
+    assert len(list(tmp_path.glob("*.sum"))) == 2 and (tmp_path / "notes.txt").exists()
+    keep_used(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_processes_that_make_room_at_once_remove_no_more_than_one_would(
+    programs: VerifiedPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for age, key in ((30, "a"), (20, "b"), (10, "c")):
+        before = set(tmp_path.iterdir())
+        programs.put(key, key.encode() * 100)
+        for file in set(tmp_path.iterdir()) - before:
+            os.utime(file, (time.time() - age,) * 2)
+    unlink = Path.unlink
+
+    def after_another(path: Path, **how: bool) -> None:
+        unlink(path, **how)  # it has listed the same files
+        unlink(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", after_another)
+        keep_used(tmp_path, 2 * 164)
+    assert [programs.get(key) for key in "abc"] == [None, b"b" * 100, b"c" * 100]
+
+
+def test_an_entry_goes_before_its_mark_though_that_is_older(
+    programs: VerifiedPrograms, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that is left without a mark is warned of as damaged, or another user's."""
+    programs.put("a", b"a" * 100)
+    (mark,) = tmp_path.glob("*.sum")
+    os.utime(mark, (mark.stat().st_mtime - 1,) * 2)
+    keep_used(tmp_path, 163)
+    assert mark.exists() and not (tmp_path / "a-cache").exists()
+    assert programs.get("a") is None and not caplog.records
 
 
 def test_an_entry_under_another_key_does_not_count(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from jaxrl_async.buffer.contents import BufferState
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
-from jaxrl_async.buffer.select import reward_variance
+from jaxrl_async.buffer.select import reward_variance, select
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.testing.clock import VirtualClock
@@ -574,3 +575,47 @@ def test_a_higher_limit_wakes_a_blocked_admit():
 def test_a_limit_beyond_the_bound_is_a_programming_error(limit):
     with pytest.raises(AssertionError, match="not within"):
         buffer(1, 2).set_limit(limit)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_waiting_draw_ends_at_the_put_or_failure_that_fills_its_step(lookahead, seed):
+    """A draw that waits looks again only for what can help it, and misses none of that."""
+    draw = random.Random(seed)
+    b = buffer(per_step=4, max_staleness=3, lookahead=lookahead)
+    tickets = {t.group: t for t in b.admit(0)}
+    drawn, done = [], threading.Event()
+    join = in_thread(lambda: (drawn.append(b.draw(0)), done.set()))
+    order, ready = draw.sample(sorted(tickets), len(tickets)), {}
+    pending = sorted(tickets)
+    for number in order:
+        if draw.random() < 0.2:
+            b.fail(tickets[number], make_prompt(), Drop.FAILED)
+            pending.remove(number)
+        else:
+            ready[number] = make_group(tickets[number])
+            b.put(ready[number])
+        expected = select(pending, ready, 4, lookahead)
+        if len(expected) == 4:
+            assert done.wait(30), "nothing more will come that it could wait for"
+            assert tuple(numbers(drawn[0].groups)) == expected
+            break
+        assert not done.wait(0.002)
+    b.close()
+    join()
+
+
+def test_a_waiting_draw_looks_only_for_what_can_fill_its_step(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "jaxrl_async.buffer.replay.select", lambda *a, **k: looked.append(1) or select(*a, **k)
+    )
+    b = buffer(per_step=50, max_staleness=3)
+    tickets = b.admit(0)
+    join = in_thread(lambda: b.draw(0))
+    for ticket in tickets[:0:-1]:
+        b.put(make_group(ticket))
+    time.sleep(0.1)
+    assert len(looked) <= 2, "the oldest is missing: no other helps"
+    b.put(make_group(tickets[0]))
+    assert len(join().groups) == 50 and len(looked) <= 4

@@ -16,6 +16,7 @@ from jaxrl_async.buffer.select import (
     select,
     select_again,
     strict,
+    waited_for,
 )
 from jaxrl_async.types import EpisodeGroup
 
@@ -97,3 +98,37 @@ def test_groups_to_use_again_are_taken_once_each_and_never_too_many(numbers, cou
     assert len(set(chosen)) == len(chosen) == min(max(count, 0), len(kept))
     assert set(chosen) <= numbers
     assert select_again(kept, count, rank=strict) == tuple(sorted(numbers))[: max(count, 0)]
+
+
+def by_hand(pending, ready, count, lookahead, rank, version):
+    """Take one at a time: the lowest rank in the window of what is left."""
+    left, taken = list(pending), []
+    while left and len(taken) < count:
+        window = [n for n in left if n in ready and n <= left[0] + lookahead]
+        if not window:
+            break
+        taken.append(min(window, key=lambda n: (rank(ready[n], version), n)))
+        left.remove(taken[-1])
+    return tuple(taken)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 30), unique=True, max_size=12).map(sorted),
+    st.integers(1, 6),
+    st.integers(0, 8),
+    st.sampled_from(sorted(RANKS)),
+    st.data(),
+)
+def test_the_order_is_that_of_taking_one_at_a_time(pending, count, lookahead, rank, data):
+    done = data.draw(st.sets(st.sampled_from(pending))) if pending else set()
+    ready = {n: group(n, data.draw(REWARDS)) for n in sorted(done)}
+    expected = by_hand(pending, ready, count, lookahead, RANKS[rank], 3)
+    taken = select(pending, ready, count, lookahead, rank=RANKS[rank], version=3)
+    assert taken == expected
+    if len(taken) < count:  # what helps is exactly what waited_for says
+        limit = waited_for(pending, taken, lookahead)
+        for number in set(pending) - done:
+            more = {**ready, number: group(number)}
+            got = select(pending, more, count, lookahead, rank=RANKS[rank], version=3)
+            assert (len(got) > len(taken)) == (number <= limit)

@@ -1,8 +1,11 @@
 """The doctor: what it finds on a machine that is well, and on one that is made ill."""
 
+import importlib
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -10,6 +13,7 @@ import jax
 import optax
 import pytest
 
+from jaxrl_async import host
 from jaxrl_async.command import machine, needs
 from jaxrl_async.command.doctor import main
 from jaxrl_async.command.machine import (
@@ -22,9 +26,16 @@ from jaxrl_async.command.machine import (
 from jaxrl_async.config.load import load
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.spec import num_weights
 from jaxrl_async.run.builders.initial_policy import spec_of_run
 
 ROOT = Path(__file__).parents[2]
+
+
+def telling(**facts) -> str:
+    """A PROBE that tells this of one device."""
+    usual = {"kind": "a device", "count": 1, "memory": None, "capability": None}
+    return f"print('{json.dumps({**usual, **facts})}')"
 
 
 def levels(text: str) -> list[str]:
@@ -166,7 +177,7 @@ def test_memory_is_that_of_the_arrays_that_a_run_holds():
 
 
 def test_devices_that_are_too_small_or_too_few_are_errors():
-    config = load("recipe:addition", ["sampler.slots=2"])
+    config = load("recipe:addition", ["sampler.slots=2"]).on_devices("gpu")
     kept = needs.trainer_bytes(config, spec_of_run(config, addition_tokenizer()))
 
     def told(count: int, memory: float) -> dict[str, str]:
@@ -181,6 +192,89 @@ def test_devices_that_are_too_small_or_too_few_are_errors():
     assert told(1, 10 * kept)["the mesh needs 2 devices, and there are 1"] == "error"
 
 
+def test_weights_in_transfer_count_once_where_both_sides_share_the_devices():
+    settings = ["sampler.slots=2", "mesh.colocated=true", "model.dtype=float32"]
+    config = load("recipe:addition", settings).on_devices("gpu")
+    spec = spec_of_run(config, addition_tokenizer())
+    both = needs.trainer_bytes(config, spec) + needs.sampler_bytes(config, spec)
+    kept = both - 4 * num_weights(spec)
+
+    def level(memory: float) -> str:
+        found = needs.needs_findings(config, Devices("gpu", "H100", 1, int(memory)))
+        return next(f.level for f in found if "both sides" in f.what)
+
+    assert level(kept + 1) != "error" and level(kept - 1) == "error"
+
+
 def test_the_hosts_memory_is_at_most_what_it_has():
     total, free = host_memory()
     assert 0 < free <= total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
+    told = telling(platform="gpu", kind="H100", memory=64_000_000_000, capability="9.0")
+    monkeypatch.setattr(machine, "PROBE", told)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+    devices, (_, share) = look_at_devices(60)
+    assert devices == Devices("gpu", "H100", 1, 64_000_000_000, "9.0")
+    assert share.level == "ok" and share.what.startswith("JAX takes 40% of each GPU at its start")
+    config = load("recipe:addition", ["sampler.slots=2"])
+    found = needs.needs_findings(config, Devices("gpu", "H100", 2, 1_000_000))
+    remedies = [f.remedy for f in found if f.what.startswith("memory of a")]
+    assert remedies and all("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in r for r in remedies)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "level", "said"),
+    [
+        ("XLA_CLIENT_MEM_FRACTION", "0.5", "ok", r"JAX takes 50% .*\(XLA_CLIENT_MEM_FRACTION,"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", "ok", "JAX takes 75% of each GPU as it is need"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "ok", "as it is needed, without a limit of it"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "2", "warning", "=2 is not a share of a card's memory"),
+    ],
+)
+def test_doctor_reads_the_variables_of_a_gpus_memory(monkeypatch, name, text, level, said):
+    monkeypatch.setattr(machine, "PROBE", telling(platform="gpu", capability="8.9"))
+    monkeypatch.setenv(name, text)
+    devices, (_, share) = look_at_devices(60)
+    assert share.level == level and re.search(said, share.what)
+    config = load("recipe:addition", ["sampler.slots=2"])
+    (memory,) = (f for f in needs.needs_findings(config, devices) if "memory" in f.what)
+    assert memory.level == "warning" and "JAX does not report" in memory.what
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "width"),
+    [("gpu", "7.5", 4), ("gpu", "8.0", 2), ("tpu", None, 2), ("cpu", None, 4)],
+)
+def test_a_run_is_counted_in_the_type_that_its_cards_compute_in(
+    monkeypatch, platform, capability, width
+):
+    """A T4 multiplies in float32, and weights that a sampler has are twice as large."""
+    counted = []
+    monkeypatch.setattr(
+        needs, "sampler_bytes", lambda config, spec: counted.append(config.model.computes_in) or 0.0
+    )
+    devices = Devices(platform, "a card", 2, 2**40, capability)
+    assert list(needs.needs_findings(load("recipe:addition"), devices))
+    assert {"float32": 4, "bfloat16": 2}[counted[0]] == width
+
+
+def test_doctor_warns_of_a_plugin_without_a_driver(tmp_path, monkeypatch):
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(host, "NVIDIA_FILES", ("no",))
+    monkeypatch.setattr(host, "TPU_FILES", ("no",))
+    monkeypatch.setattr(machine, "PROBE", telling(platform="cpu"))
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    _, (_, driver) = look_at_devices(60)
+    assert driver.level == "warning" and driver.what.startswith("jax-cuda13-plugin is installed")
+    assert "NVIDIA's driver is not here" in driver.what and "install the driver" in driver.remedy
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert len(look_at_devices(60)[1]) == 1
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setattr(host, "NVIDIA_FILES", ("null",))  # /dev/null, as if it were the driver
+    assert "this host has an NVIDIA GPU" in look_at_devices(60)[1][1].what

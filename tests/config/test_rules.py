@@ -466,6 +466,8 @@ BROKEN = {
         "reward": {"function": {"exact": {"weight": 2}}},
     },
     "folders_that_are_written_are_on_this_machine": {"run": {"dir": "gs://bucket/runs"}},
+    "traced_steps_are_made": {"run": {"profile": (2, 2)}},
+    "jetstream_draws_in_one_way": {"sampler": {"engine": "jetstream"}},  # eval.temperature
     "a_copy_goes_to_an_address": {"run": {"copy_to": "s3://key:secret@bucket/runs"}},
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
@@ -539,9 +541,12 @@ ELSEWHERE = (
         ("algorithm.keep_routing=true", "experts of each token"),
         ("weights.dtype=int8", "a format of our sampler"),
         ("remote.transfer=tcp", "reads weights from files"),
-        ("sampler.block=4", "sampler.block (4) is read by nothing without sampler.engine=ours"),
-        ("mesh.samplers=2", "mesh.samplers (2) is read by nothing without sampler.engine=ours"),
-        ("remote.fanout=3", "remote.fanout (3) is read by nothing without sampler.engine=ours"),
+        (
+            "sampler.block=4",
+            "sampler.block (4) is read by nothing without sampler.engine=native or",
+        ),
+        ("mesh.samplers=2", "mesh.samplers (2) is read by nothing without sampler.engine=native"),
+        ("remote.fanout=3", "remote.fanout (3) is read by nothing without sampler.engine=native"),
         ('sampler.engine_urls=["http://a", "http://a/"]', "must be different addresses"),
         ('sampler.engine_urls=["a:8000"]', "begin with http:// or https://"),
     ],

@@ -429,6 +429,19 @@ GROUPS = (
         (("            contents.tally.resampled = 0\n", ""),),
     ),
     Group(
+        "buffer/replay",
+        ("buffer/test_replay.py",),
+        (("number <= self._waits_for", "number < self._waits_for"),),
+    ),
+    Group(
+        "weights/remote/transfers",
+        ("weights/test_transfers.py",),
+        (
+            ("            del self._news[taker]\n", ""),
+            ("self._fetched[taker.fetching] -= 1", "pass"),
+        ),
+    ),
+    Group(
         "buffer/select",
         ("buffer/test_select.py",),
         (
@@ -524,6 +537,20 @@ GROUPS = (
         ),
     ),
     Group(
+        "model/gpu_pages",
+        ("model/test_gpu_pages.py",),
+        (
+            ("visible &= places[None] > at[:, None] -", "visible &= places[None] >= at[:, None] -"),
+            ("jnp.maximum(position + 1 - scoring", "jnp.maximum(position + 2 - scoring"),
+            ("sums.total * shrunk +", "sums.total +"),
+            ("jnp.exp(largest - jnp.max(largest, axis=0))", "jnp.exp(largest - largest)"),
+            ("is_first = used & (split == 0)", "is_first = used"),
+            ("over(low, jnp.minimum(begin, end)", "over(low, jnp.minimum(end, end)"),
+            ("jnp.where(count > 0, position + count, 0)", "position + count"),
+            ("(2 * kv_head, 2 * kv_head + 1)", "(2 * kv_head, 2 * kv_head)"),
+        ),
+    ),
+    Group(
         "model/cache",
         ("model/test_windows.py::test_the_pages_of_a_window_hold_each_of_its_tokens",),
         (
@@ -616,6 +643,30 @@ GROUPS = (
         (("return placed(scores.reshape(-1), tokens.segment_ids), after", "return scores, after"),),
     ),
     Group(
+        "model/gpu_flash",
+        (
+            "model/test_gpu_flash.py::test_a_segment_ends_where_its_last_token_is_and_padding_sees_itself",
+            "model/test_gpu_flash.py::test_blocks_that_see_nothing_of_each_other_are_left_out",
+        ),
+        (
+            ("constant_values=True), places + 1, T)", "constant_values=True), places, T)"),
+            ("keys + block > earliest - how", "keys > earliest - how"),
+        ),
+    ),
+    Group(
+        "model/gpu_packed",
+        ("model/test_gpu_packed.py::test_offsets_say_where_each_run_begins_and_how_long_it_is",),
+        (
+            ("(number < most)", "(number < most - 3)"),
+            ("starts[:, 1:] >= 0, starts[:, 1:], T)", "starts[:, 1:] >= 0, starts[:, 1:], T - 1)"),
+        ),
+    ),
+    Group(
+        "model/gpu_grouped",
+        ("model/test_grouped.py::test_tiles_have_each_row_of_a_group_once",),
+        (("(tile - (last - counts)[group])", "(tile - last[group])"),),
+    ),
+    Group(
         "model/moe",
         (
             "model/test_moe.py::test_a_correction_and_groups_change_who_is_chosen",
@@ -644,19 +695,22 @@ GROUPS = (
         (
             "sampler/test_extras.py::test_a_request_that_truncates_nothing_keeps_every_token_whatever_its_neighbours_ask_for",
             "sampler/test_extras.py::test_each_key_and_each_position_has_a_number_of_its_own",
-            "sampler/test_extras.py::test_a_token_is_the_one_whose_interval_holds_the_number",
+            "sampler/device/test_sampling.py::test_a_token_is_the_one_whose_interval_holds_the_number",
+            "sampler/device/test_sampling.py::test_equals_at_the_edge_are_kept_together",
+            "sampler/device/test_sampling.py::test_ranks_have_the_order_of_the_numbers",
             "sampler/test_extras.py::test_masks_and_both_log_probs_are_those_of_the_definition",
         ),
         (
-            ("(before < top_p) | (top_p >= 1)", "before < top_p"),
-            ("ranked[:, :1] + jnp.log", "ranked[:, 1:2] + jnp.log"),
-            ("(k - 1)[:, None]", "jnp.minimum(k, V - 1)[:, None]"),
+            ("jnp.where(share < 1, nucleus, floor)", "nucleus"),
+            ("top + jnp.log", "top - 1 + jnp.log"),
+            ("measure(ranks > middle) < limit", "measure(ranks >= middle) < limit"),
+            ("jnp.where(numbers == 0, 0.0, numbers)", "numbers"),
             (
                 "jax.random.fold_in(jax.random.wrap_key_data(key), position)",
                 "jax.random.wrap_key_data(key)",
             ),
-            ("<= (target - start)[:, None]", "<= target[:, None]"),
-            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "_at(logprobs, tokens)"),
+            ("<= (target - before)[:, None]", "<= target[:, None]"),
+            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "logprobs"),
         ),
     ),
     Group(

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import importlib.util
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -81,6 +81,7 @@ def test_more_requests_than_slots_with_stops_and_cancellation(sampler) -> None:
     for i, c in enumerate(done[:3]):
         assert c.token_ids.tolist() == sums(i + 2, 2 + i % 2)
         assert c.stop is StopReason.LENGTH and np.isnan(c.logprobs).all()
+        assert c.queued_s < c.first_token_s < c.latency_s
     assert done[3].token_ids.tolist() == [11, 22] and done[3].stop is StopReason.EOS
 
 
@@ -123,9 +124,9 @@ def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_refused(sampler) ->
 
 
 def test_what_is_wrong_with_a_request_is_said_at_submit(sampler) -> None:
-    for field, value in (("key", (1,)), ("stop_token_ids", "x"), ("token_ids", "text")):
-        with pytest.raises(RolloutError, match=field):
-            asyncio.run(sampler.submit(request(0, **{field: value})))
+    for name, value in (("key", (1,)), ("stop_token_ids", "x"), ("token_ids", "text")):
+        with pytest.raises(RolloutError, match=name):
+            asyncio.run(sampler.submit(request(0, **{name: value})))
 
 
 def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
@@ -183,6 +184,77 @@ class Drawn:
 
     def get_result_at_slot(self, slot):
         return SimpleNamespace(tokens=[[self.totals[slot]]], valid=[[True]])
+
+
+@dataclass
+class Scripted(SummingEngine):
+    """Gives what a script says in each step of each request, which its first token names."""
+
+    script: dict = field(default_factory=dict)  # first token: steps of (token, valid)
+
+    def prefill(self, *, params, padded_tokens, true_length):
+        return (int(padded_tokens[0]), 0)
+
+    def generate(self, params, state):
+        now = {slot: self.script[name][step] for slot, (name, step) in state.items() if step < 9}
+        return {slot: (name, step + 1) for slot, (name, step) in state.items()}, Steps(now)
+
+
+@dataclass
+class Steps:
+    """Several places for tokens of each slot, some of them not valid."""
+
+    of_slot: dict
+
+    def convert_to_numpy(self):
+        return self
+
+    def get_result_at_slot(self, slot):
+        tokens, valid = zip(*self.of_slot[slot], strict=True)
+        return SimpleNamespace(tokens=[tokens], valid=[valid])
+
+
+def test_the_first_token_that_is_not_valid_ends_an_answer_as_jetstream_reads_it(caplog) -> None:
+    """Each step as JetStream's own orchestrator reads it, too: no token behind one that is not
+    valid, and an answer of which there is none fails, alone."""
+    yes, no = 1, 0
+    script = {
+        1: [[(5, yes), (6, yes)], [(7, yes), (0, no)], [(8, yes), (9, yes)]],
+        2: [[(5, yes), (6, yes)], [(0, no), (9, yes)]],
+        3: [[(0, no), (9, yes)]],
+        4: [[(5, yes), (22, yes)]],
+    }
+    wanted = {1: [5, 6, 7], 2: [5, 6], 4: [5, 22]}
+    utils = importlib.import_module("jetstream.engine.token_utils")
+    for name, steps in script.items():
+        theirs, complete = [], np.zeros(1, bool)
+        for step in steps:
+            data = SimpleNamespace(
+                tokens=np.array([[t for t, _ in step]]),
+                valid=np.array([[v for _, v in step]]),
+                lengths=np.array([0]),
+            )
+            (sample,), complete = utils.process_result_tokens(
+                SimpleNamespace(stop_tokens=set(), decode=lambda ids: ""), 0, 99,
+                SimpleNamespace(get_result_at_slot=lambda _, data=data: data), complete,
+            )  # fmt: skip
+            theirs += sample.token_ids
+        assert theirs == wanted.get(name, [])
+    sampler = ForeignSampler(Scripted(script=script))
+    requests = [
+        request(i, token_ids=np.array([i], np.int32), max_new_tokens=8, stop_token_ids=(22,))
+        for i in script
+    ]
+    found = [f.exception(60) or f.result() for f in sampler.start_many(requests)]
+    stats = sampler.stats()
+    sampler.close()
+    drawn = {i: f.token_ids.tolist() for i, f in zip(script, found, strict=True) if i in wanted}
+    assert drawn == wanted
+    assert [found[i].stop for i in (0, 1, 3)] == [StopReason.LENGTH] * 2 + [StopReason.EOS]
+    assert isinstance(found[2], RolloutError) and "sampled no token" in str(found[2])
+    assert (stats.requests_done, stats.failed, stats.truncated) == (3, 1, 2)
+    assert caplog.text.count("the engine ended the answer after 3 of 8 tokens") == 1
+    assert caplog.text.count("ended the answer after") == 1
 
 
 def breaks_once(engine) -> None:

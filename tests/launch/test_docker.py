@@ -37,7 +37,10 @@ def test_what_the_build_reads_is_copied():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     named = {"pyproject.toml", "jaxrl_async", *re.findall(r'"(README\.md|LICENSE)"', pyproject)}
     assert named <= set(copied())
-    assert "-c constraints.txt" in next(rest for rest in steps("RUN") if "pip install" in rest)
+    python = re.match(r"PYTHON=(3\.\d+)-", steps("ARG")[0])
+    assert python, "the image names its Python"
+    pinned = f"-c constraints-{python[1]}.txt"
+    assert pinned in next(rest for rest in steps("RUN") if "pip install" in rest)
 
 
 def test_the_extra_it_installs_exists():

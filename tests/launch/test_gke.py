@@ -100,12 +100,18 @@ def made(tree):
     return list(yaml.safe_load_all(gke.as_yaml(values, manifests(values, config))))
 
 
-def job_set(tree):
-    return next(d for d in made(tree) if d["kind"] == "JobSet")
+def job_sets(tree, role="trainer"):
+    sets = [d for d in made(tree) if d["kind"] == "JobSet"]
+    return [d for d in sets if d["metadata"]["labels"]["jaxrl-async/role"] == role]
+
+
+def job_set(tree, role="trainer"):
+    return job_sets(tree, role)[0]
 
 
 def replicated(document, role="trainer"):
-    (found,) = [r for r in document["spec"]["replicatedJobs"] if r["name"] == role]
+    (found,) = document["spec"]["replicatedJobs"]
+    assert found["name"] == role
     return found
 
 
@@ -114,7 +120,7 @@ def job_of(document, role="trainer"):
 
 
 def pod(tree, role="trainer"):
-    return job_of(job_set(tree), role)["template"]["spec"]
+    return job_of(job_set(tree, role), role)["template"]["spec"]
 
 
 def container(tree, role="trainer"):
@@ -128,12 +134,18 @@ def env_of(tree, role="trainer"):
 
 def check(document):
     """Raise where the published schemas do not know the document, or something in it."""
+    if document["kind"] == "PodMonitoring":  # its schema is Google's: what its reference shows
+        assert document["apiVersion"] == "monitoring.googleapis.com/v1"
+        assert set(document["spec"]) == {"selector", "endpoints"}
+        assert set(document["spec"]["selector"]) == {"matchLabels"}
+        assert all(set(e) == {"port", "interval"} for e in document["spec"]["endpoints"])
+        return
     if document["kind"] != "JobSet":
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
         return
     known = JobsetV1alpha2JobSet.from_dict(document)
     assert json.loads(known.to_json()) == document, "the model drops what it does not know"
-    for rule in document["spec"]["failurePolicy"]["rules"]:
+    for rule in document["spec"].get("failurePolicy", {}).get("rules", []):
         described = JobsetV1alpha2FailurePolicyRule.model_fields["action"].description
         assert rule["action"] in re.findall(r"\w+", described.partition("Valid values are")[2])
     for one in document["spec"]["replicatedJobs"]:
@@ -144,10 +156,16 @@ def check(document):
 @pytest.mark.parametrize("tree", ALL, ids=lambda t: t["name"])
 def test_manifests_are_what_the_published_schemas_allow(tree):
     documents = made(tree)
+    samplers = tree.get("samplers", {"replicas": 0})["replicas"]
     assert [d["kind"] for d in documents if d["kind"] != "PersistentVolumeClaim"] == [
         "ConfigMap",
+        "Service",
+        "PodMonitoring",
         "JobSet",
+        *["JobSet"] * samplers,
     ]
+    names = [(d["kind"], d["metadata"]["name"]) for d in documents]
+    assert len(set(names)) == len(names)
     for document in documents:
         check(document)
 
@@ -164,7 +182,8 @@ def test_manifests_are_what_the_published_schemas_allow(tree):
         lambda d: job_of(d)["podFailurePolicy"]["rules"][0]["onExitCodes"].pop("operator"),
         lambda d: job_of(d)["template"]["spec"]["containers"][0].update(arg=["x"]),
         lambda d: job_of(d)["template"]["spec"].update(terminationGracePeriodSeconds="long"),
-        lambda d: job_of(d, "sampler")["template"]["spec"].update(tolerations=["all"]),
+        lambda d: job_of(d)["template"]["spec"].update(tolerations=["all"]),
+        lambda d: job_of(d)["template"]["spec"]["containers"][0]["livenessProbe"].update(path="/"),
     ],
 )
 def test_the_check_of_manifests_can_fail(spoil):
@@ -201,13 +220,21 @@ def test_the_example_beside_the_scripts_is_valid(capsys):
     ids=lambda x: x["name"] if isinstance(x, dict) else str(x),
 )
 def test_there_is_a_job_for_each_slice_and_a_pod_for_each_host(tree, role, jobs, pods, chips):
-    document = job_set(tree)
-    assert replicated(document, role)["replicas"] == jobs
-    job = job_of(document, role)
+    sets = job_sets(tree, role)
+    assert sum(replicated(one, role)["replicas"] for one in sets) == jobs
+    job = job_of(sets[0], role)
     assert (job["parallelism"], job["completions"]) == (pods, pods)
     resources = container(tree, role)["resources"]
-    assert resources["limits"] == resources["requests"]
     assert resources["limits"]["google.com/tpu"] == chips
+    assert resources["requests"] | resources["limits"] == resources["requests"]
+    assert {"cpu", "memory"} <= set(resources["requests"])
+
+
+def test_a_pod_requests_a_part_of_its_host_and_what_a_role_says_goes_before():
+    ours, theirs = (container(RICH, role)["resources"] for role in ("trainer", "sampler"))
+    assert ours["requests"]["cpu"] == ours["limits"]["cpu"] == "90"
+    assert theirs["requests"] == {"google.com/tpu": 4, "cpu": "56", "memory": "134G"}
+    assert theirs["limits"] == {"google.com/tpu": 4}, "of a host of 112 processors and 192 GB"
 
 
 def places(tree, role, fields, jobs, pods):
@@ -257,11 +284,78 @@ def test_the_slices_of_a_trainer_are_one_world():
 
 
 def test_each_samplers_slice_is_a_world_of_its_own():
-    found = places(RICH, "sampler", {"coordinator": "rich-trainer-0-0.rich"}, jobs=2, pods=4)
-    assert [p.process_id for p in found] == [0, 1, 2, 3] * 2
-    assert [p.coordinator for p in found] == [
-        f"rich-sampler-{job}-0.rich:8482" for job in (0, 1) for _ in range(4)
+    found = places(RICH, "sampler", {"coordinator": ""}, jobs=1, pods=4)
+    assert [p.process_id for p in found] == [0, 1, 2, 3]
+    assert {p.coordinator for p in found} == {
+        "rich-sampler-0-sampler-0-0.rich-sampler-0:8482"
+    }  # JOBSET-REPLICATEDJOB-JOB-POD.JOBSET, as JobSet names hosts
+    first = [
+        next(e["value"] for e in job_of(one, "sampler")["template"]["spec"]["containers"][0]["env"]
+             if e["name"] == "JOBSET_COORDINATOR")
+        for one in job_sets(RICH, "sampler")
+    ]  # fmt: skip
+    assert len(set(first)) == 2
+
+
+def test_each_sampler_is_a_workload_of_its_own_in_the_samplers_queue():
+    key = "kueue.x-k8s.io/queue-name"
+    tree = {**ROLES, "samplers": {**ROLES["samplers"], "queue": "spot-samplers"}}
+    assert job_set(tree)["metadata"]["labels"][key] == "tpus"
+    sets = job_sets(tree, "sampler")
+    assert [d["metadata"]["name"] for d in sets] == [f"roles-sampler-{i}" for i in range(3)]
+    assert {d["metadata"]["labels"][key] for d in sets} == {"spot-samplers"}
+    assert {d["metadata"]["labels"][key] for d in job_sets(ROLES, "sampler")} == {"tpus"}
+    alone = {k: v for k, v in tree.items() if k != "queue"}
+    assert key not in job_set(alone)["metadata"]["labels"]
+    assert key in job_set(alone, "sampler")["metadata"]["labels"]
+    others = [
+        json.loads(json.dumps(d).replace(f"roles-sampler-{i}", "X")) for i, d in enumerate(sets)
     ]
+    assert others[0] == others[1] == others[2], "they differ in their number alone"
+
+
+def test_samplers_keep_their_compiled_programs_for_the_next():
+    env, mounts = env_of(ROLES, "sampler"), container(ROLES, "sampler")["volumeMounts"]
+    cache = env["JAX_COMPILATION_CACHE_DIR"]["value"]
+    assert any(m["mountPath"] == "/runs" for m in mounts) and cache.startswith("/runs/.jax_cache")
+    own = {**ROLES["samplers"], "env": {"JAX_COMPILATION_CACHE_DIR": "gs://ours/programs"}}
+    given = [
+        e["value"] for e in container({**ROLES, "samplers": own}, "sampler")["env"]
+        if e["name"] == "JAX_COMPILATION_CACHE_DIR"
+    ]  # fmt: skip
+    assert given == ["gs://ours/programs"]
+
+
+@pytest.mark.parametrize("role", ["trainer", "sampler"])
+def test_each_pod_is_asked_whether_it_works_and_has_shared_memory(role):
+    one, volumes = container(ROLES, role), {v["name"]: v for v in pod(ROLES, role)["volumes"]}
+    host, _, port = env_of(ROLES, role)["JAXRL_ASYNC_HEALTH"]["value"].rpartition(":")
+    assert host == "0.0.0.0" and {"containerPort": int(port), "protocol": "TCP"} in one["ports"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert one[probe]["httpGet"] == {"path": "/healthz", "port": int(port)}
+    start = one["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 1800, "it compiles"
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in one["volumeMounts"]
+
+
+def test_the_metrics_of_the_trainers_first_host_have_a_port_a_name_and_a_monitoring(tmp_path):
+    documents = made(ROLES)
+    by_kind = {d["kind"]: d for d in documents}
+    file = tmp_path / "config.yaml"
+    file.write_text(by_kind["ConfigMap"]["data"]["config.yaml"])
+    port = int(load(file).metrics.prometheus.rpartition(":")[2])
+    assert {"containerPort": port, "protocol": "TCP"} in container(ROLES)["ports"]
+    (served,) = by_kind["Service"]["spec"]["ports"]
+    assert served["port"] == served["targetPort"] == port
+    (endpoint,) = by_kind["PodMonitoring"]["spec"]["endpoints"]
+    assert endpoint["port"] == port
+    chosen = by_kind["Service"]["spec"]["selector"]
+    assert by_kind["PodMonitoring"]["spec"]["selector"]["matchLabels"] == chosen
+    assert chosen["jobset.sigs.k8s.io/jobset-name"] == "roles"
+    assert chosen["jobset.sigs.k8s.io/replicatedjob-name"] == "trainer"
+    without = {d["kind"] for d in made({**ROLES, "monitoring": False})}
+    assert "PodMonitoring" not in without and "Service" in without
 
 
 def test_samplers_join_where_the_trainer_listens(tmp_path):
@@ -273,7 +367,7 @@ def test_samplers_join_where_the_trainer_listens(tmp_path):
     assert config.remote.listen == "0.0.0.0:8483"
     sampler, trainer = container(ROLES, "sampler"), container(ROLES)
     assert sampler["command"] == ["python", "-m", "jaxrl_async.sample"]
-    assert sampler["args"] == ["--join", "roles-trainer-0-0.roles:8483"]
+    assert sampler["args"] == ["--join", "roles-trainer-0-0.roles:8483", "--wait", "3600"]
     assert config.remote.advertise == "roles-trainer-0-0.roles"
     assert {"containerPort": 8483, "protocol": "TCP"} in trainer["ports"]
     assert config.remote.data_port == 8484
@@ -290,26 +384,27 @@ def test_samplers_join_where_the_trainer_listens(tmp_path):
 PREEMPTIONS = {"onExitCodes", "onPodConditions"}
 
 
-def actions(job):
+def actions(job, without=()):
     """Action of the pod failure policy on each sign of a preemption."""
-    rules = job["podFailurePolicy"]["rules"]
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if rule not in without]
     codes = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
     assert codes == [[75]]
     return {kind: rule["action"] for rule in rules for kind in PREEMPTIONS & set(rule)}
 
 
 @pytest.mark.parametrize("tree", [ROLES, RICH], ids=lambda t: t["name"])
-def test_a_sampler_comes_back_alone_and_no_rule_of_the_job_set_is_about_it(tree):
-    document = job_set(tree)
-    job = job_of(document, "sampler")
-    assert actions(job) == dict.fromkeys(PREEMPTIONS, "Ignore"), "the Job makes another pod"
-    assert job["backoffLimit"] == 2**31 - 1, "and never fails"
-    for rule in document["spec"]["failurePolicy"]["rules"]:
-        assert rule["targetReplicatedJobs"] == ["trainer"]
-    assert document["spec"]["successPolicy"] == {
-        "operator": "All",
-        "targetReplicatedJobs": ["trainer"],
+def test_a_sampler_comes_back_alone_unless_there_is_no_trainer(tree):
+    job = job_of(job_set(tree, "sampler"), "sampler")
+    alone = {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "run", "operator": "In", "values": [69]},
     }
+    assert job["podFailurePolicy"]["rules"][0] == alone
+    ignored = actions(job, without=[alone])
+    assert ignored == dict.fromkeys(PREEMPTIONS, "Ignore"), "the Job makes another pod"
+    assert job["backoffLimit"] == 2**31 - 1, "and never fails otherwise"
+    for rule in job_set(tree)["spec"]["failurePolicy"]["rules"]:
+        assert rule["targetReplicatedJobs"] == ["trainer"]
 
 
 @pytest.mark.parametrize("tree", [ONE_HOST, RICH], ids=lambda t: t["name"])
@@ -321,17 +416,11 @@ def test_a_trainer_of_one_host_is_restarted_by_its_job(tree):
     assert rule["action"] == "FailJobSet"
 
 
-@pytest.mark.parametrize(
-    ("change", "tree", "restart"),
-    [
-        ({}, ROLES, "RestartJobSet"),
-        ({"restart_job": True}, ROLES, "RestartJob"),
-        ({"restart_job": True}, SLICES, "RestartJobSet"),
-    ],
-)
-def test_a_trainer_of_several_hosts_restarts_with_all_its_pods(change, tree, restart):
-    document = job_set({**tree, **change})
+@pytest.mark.parametrize("tree", [ROLES, SLICES], ids=lambda t: t["name"])
+def test_a_trainer_of_several_hosts_restarts_with_all_its_pods_and_no_sampler(tree):
+    document, restart = job_set(tree), "RestartJobSet"
     check(document)
+    assert [r["name"] for r in document["spec"]["replicatedJobs"]] == ["trainer"]
     job, policy = job_of(document), document["spec"]["failurePolicy"]
     assert actions(job) == dict.fromkeys(PREEMPTIONS, "FailJob")
     assert job["backoffLimit"] == 0 and policy["maxRestarts"] == 3
@@ -369,8 +458,15 @@ def test_runs_lie_in_a_bucket_or_a_claim():
     assert attributes["bucketName"] == "ours"
     assert "rename-dir-limit=5000" in attributes["mountOptions"].split(",")
     notes = job_of(job_set(ROLES))["template"]["metadata"]["annotations"]
-    assert notes["gke-gcsfuse/volumes"] == "true"
-    assert "volumes" not in pod(ROLES, "sampler"), "a sampler writes no results"
+    assert notes == {
+        "gke-gcsfuse/volumes": "true",
+        "gke-gcsfuse/cpu-limit": "0",
+        "gke-gcsfuse/memory-limit": "0",
+        "gke-gcsfuse/ephemeral-storage-limit": "0",
+    }
+    limited = {**ROLES, "runs": {"bucket": "ours", "sidecar_storage": "200Gi"}}
+    notes = job_of(job_set(limited, "sampler"), "sampler")["template"]["metadata"]["annotations"]
+    assert notes["gke-gcsfuse/ephemeral-storage-limit"] == "200Gi"
     claim = next(v for v in pod(SLICES)["volumes"] if v["name"] == "runs")
     assert claim["persistentVolumeClaim"]["claimName"] == "new-runs"
     made_claim = next(d for d in made(SLICES) if d["kind"] == "PersistentVolumeClaim")
@@ -379,7 +475,7 @@ def test_runs_lie_in_a_bucket_or_a_claim():
 
 def test_samplers_that_fetch_weights_from_a_folder_mount_it():
     mounts = {m["mountPath"] for m in container(RICH, "sampler")["volumeMounts"]}
-    assert mounts == {"/runs"}
+    assert mounts == {"/dev/shm", "/runs"}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +491,7 @@ def test_samplers_that_fetch_weights_from_a_folder_mount_it():
 def test_nodes_are_of_the_capacity_asked_for(role, capacity, label, tolerated):
     reservation = {"reservation": "ours"} if capacity == "reserved" else {}
     tree = {**ROLES, role: {**ROLES[role], "capacity": capacity, **reservation}}
-    check(job_set(tree))
+    check(job_set(tree, role.removesuffix("s")))
     spec = pod(tree, role.removesuffix("s"))
     wanted = {k: v for k, v in spec["nodeSelector"].items() if "tpu" not in k}
     assert wanted == ({label: "ours" if reservation else "true"} if label else {})
@@ -418,19 +514,22 @@ def test_what_a_role_asks_for_besides_is_in_its_pods_alone():
     assert {"key": "dedicated", "operator": "Equal", "value": "rl"} in spec["tolerations"]
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in one["volumeMounts"]}
     assert (mounts["/cache"], mounts["/data"]) == (False, True)
-    other = json.dumps(job_of(job_set(RICH), "sampler"))
-    for word in ("/cache", "350Gi", "dedicated", "reservation-name"):
+    other = json.dumps(job_set(RICH, "sampler"))
+    for word in ('"/cache"', "350Gi", "dedicated", "reservation-name"):
         assert word not in other
 
 
 def test_queued_nodes_are_lent_for_a_time():
-    notes = job_set(RICH)["metadata"]["annotations"]
+    notes = job_set(RICH, "sampler")["metadata"]["annotations"]
     assert notes == {"provreq.kueue.x-k8s.io/maxRunDurationSeconds": "3600"}
+    assert "annotations" not in job_set(RICH)["metadata"], "the trainer's nodes are reserved"
 
 
 def test_the_pods_of_a_slice_share_a_node_pool_and_those_of_one_host_need_none():
     key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-    trainer, sampler = (replicated(job_set(ROLES), r)["template"] for r in ("trainer", "sampler"))
+    trainer, sampler = (
+        replicated(job_set(ROLES, r), r)["template"] for r in ("trainer", "sampler")
+    )
     assert trainer["metadata"]["annotations"] == {key: "cloud.google.com/gke-nodepool"}
     assert "metadata" not in sampler
     assert pod(SLICES)["hostNetwork"] and "hostNetwork" not in pod(ROLES)
@@ -534,7 +633,7 @@ def samplers(**fields):
         (role(resources={"google.com/tpu": "4"}), "the chips come from tpu"),
         (
             role(volumes=[{"name": "runs", "mount_path": "/x", "source": {"emptyDir": {}}}]),
-            "runs are taken",
+            "runs are taken",  # as are config and shm
         ),
         (role(volumes=[{"name": "a", "mount_path": "/x", "source": {}}]), "volumes.0.source"),
         (role(label={}), "did you mean trainer.labels?"),
@@ -542,6 +641,10 @@ def samplers(**fields):
         ({"samplers": SAMPLERS}, "kubectl create secret generic one-join"),
         ({"join_secret": {"name": "a", "key": "b"}}, "set samplers and join_secret, or neither"),
         (samplers(replicas=0), "samplers.replicas"),
+        ({"name": "a" * 36, **samplers(replicas=2)}, "name is too long, by 1"),
+        (samplers(replicas=2, least=3), "between samplers.least (3)"),
+        (samplers(replicas=4, most=3), "and samplers.most (3)"),
+        ({"restart_job": True}, "restart_job is not a value"),
         (
             samplers(tpu={"generation": "v5p", "topology": "2x2x2", "slices": 2}),
             "set samplers.replicas instead",

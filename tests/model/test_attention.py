@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_mesh
-from jaxrl_async.model import kernels
+from jaxrl_async.model import gpu_packed, kernels
 from jaxrl_async.model.attention import (
     SEQUENCE_ATTENTION,
     obstacle,
@@ -44,6 +45,10 @@ CPU = jax.devices("cpu")[0]
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
+B200 = SimpleNamespace(platform="gpu", compute_capability="10.0")
+B300 = SimpleNamespace(platform="gpu", compute_capability="10.3")
+RTX_5090 = SimpleNamespace(platform="gpu", compute_capability="12.0")
+T4 = SimpleNamespace(platform="gpu", compute_capability="7.5")
 AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942")
 
 
@@ -196,15 +201,6 @@ def test_the_training_loss_has_the_same_gradient_with_splash(remat):
     with interpreted_kernels():
         got = jax.jit(jax.grad(loss), static_argnums=1)(params, kernels.splash)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
-
-
-@pytest.mark.parametrize("T", [23, 24])
-def test_the_call_to_cudnn_says_what_the_reference_says(T):
-    inputs = packed(T=T)
-    expected = outputs_and_gradients(reference, *inputs)
-    got = outputs_and_gradients(partial(kernels.cudnn, implementation="xla"), *inputs)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def no_nvidia() -> str:
@@ -384,11 +380,19 @@ def test_ragged_paged_on_a_mesh_equals_its_reference(kv_heads):
         (CPU, jnp.float32, 64, "reference"),
         (TPU, jnp.float32, 64, "splash"),
         (TPU, jnp.bfloat16, 80, "splash"),
-        (A100, jnp.bfloat16, 128, "cudnn"),
-        (A100, jnp.float32, 128, "reference"),
-        (A100, jnp.bfloat16, 256, "reference"),
+        (H100, jnp.bfloat16, 128, "cudnn"),
         (H100, jnp.float16, 256, "cudnn"),
-        (H100, jnp.bfloat16, 36, "reference"),
+        (H100, jnp.bfloat16, 36, "flash"),
+        (H100, jnp.float32, 128, "flash"),
+        (B200, jnp.bfloat16, 128, "cudnn"),
+        (B200, jnp.bfloat16, 136, "flash"),
+        (B200, jnp.bfloat16, 256, "flash"),
+        (B300, jnp.bfloat16, 256, "flash"),
+        (RTX_5090, jnp.bfloat16, 128, "cudnn"),
+        (RTX_5090, jnp.bfloat16, 256, "flash"),
+        (A100, jnp.bfloat16, 128, "flash"),
+        (A100, jnp.float32, 256, "flash"),
+        (T4, jnp.bfloat16, 128, "reference"),
         (AMD, jnp.bfloat16, 128, "reference"),
     ],
 )
@@ -406,8 +410,14 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(device, dtype, head_di
         ("cudnn", CPU, jnp.bfloat16, 64, "needs an NVIDIA GPU, and the trainer runs on cpu"),
         ("cudnn", AMD, jnp.bfloat16, 64, "needs an NVIDIA GPU, and the trainer runs on gpu"),
         ("cudnn", H100, jnp.float32, 64, "model.dtype is float32. Set model.dtype=bfloat16 or"),
-        ("cudnn", A100, jnp.bfloat16, 256, "at most 128 on this GPU, and the model's are 256 wide"),
-        ("cudnn", H100, jnp.bfloat16, 36, "Set model.attention=reference"),
+        ("cudnn", A100, jnp.bfloat16, 128, "of compute capability 9.0, and the trainer's has 8.0"),
+        ("cudnn", H100, jnp.bfloat16, 264, "at most 256 on compute capability 9.0, and"),
+        ("cudnn", H100, jnp.bfloat16, 264, "the model's are 264 wide. Set model.attention=flash"),
+        ("cudnn", B200, jnp.bfloat16, 256, "at most 128 on compute capability 10.0, and the mod"),
+        ("cudnn", RTX_5090, jnp.bfloat16, 192, "at most 128 on compute capability 12.0, and"),
+        ("cudnn", H100, jnp.bfloat16, 36, "Set model.attention=flash"),
+        ("flash", CPU, jnp.float32, 64, "needs an NVIDIA GPU, and the trainer runs on cpu"),
+        ("flash", T4, jnp.float32, 64, "of compute capability 8.0, and the trainer's has 7.5"),
     ],
 )
 def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, head_dim, message):
@@ -415,6 +425,29 @@ def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, h
     mesh: Any = SimpleNamespace(devices=np.array([device]), size=1)
     with pytest.raises(ConfigError, match=f"^model.attention={name} "):
         sequence_attention(name, mesh=mesh, dtype=dtype, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "name"),
+    [
+        (RTX_5090, 91800, "flash"),
+        (RTX_5090, 91801, "cudnn"),
+        (B300, 91000, "flash"),
+        (B300, 91100, "cudnn"),
+        (H100, 91000, "cudnn"),
+    ],
+)
+def test_cards_whose_packed_rows_need_a_newer_cudnn_take_our_kernels(
+    monkeypatch, card, version, name
+):
+    private = gpu_packed.cudnn_attention()
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: version)
+    mesh: Any = SimpleNamespace(devices=np.array([card]), size=1)
+    chosen = sequence_attention("auto", mesh=mesh, dtype=jnp.bfloat16, head_dim=128)
+    assert chosen is SEQUENCE_ATTENTION[name]
+    if name == "flash":
+        said = str(obstacle("cudnn", card, jnp.bfloat16, 128))
+        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* and 9\.1\d\.0 is installed", said)
 
 
 def test_the_config_names_every_attention():

@@ -22,6 +22,7 @@ from jaxrl_async.model.attention import (
     tree_splash,
     visible_until,
 )
+from jaxrl_async.model.gpu_packed import cudnn
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.sampler.setup import uses_ragged
@@ -152,7 +153,7 @@ def test_decode_and_prefill_equal_the_reference() -> None:
 def test_kernels_without_sinks_say_so() -> None:
     q, k, v, segments = rows()
     with pytest.raises(ConfigError, match="cudnn has no attention sinks"):
-        kernels.cudnn(q, k, v, segments, PLAIN, SINKS, implementation="xla")
+        cudnn(q, k, v, segments, PLAIN, SINKS)
     h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
     assert "sinks" in str(obstacle("cudnn", h100, jnp.bfloat16, 64, sinks=True))
     assert obstacle("cudnn", h100, jnp.bfloat16, 64) is None
@@ -160,4 +161,5 @@ def test_kernels_without_sinks_say_so() -> None:
     narrow, wide = (SimpleNamespace(sinks=True, latent=None, head_dim=n) for n in (64, 128))
     assert uses_ragged("auto", chip, narrow) and not uses_ragged("auto", chip, wide)
     assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=128))
-    assert not uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))
+    assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))
+    assert not uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=1, head_dim=128))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention64 import trees
 from builders import mesh_of
 
-from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import (
     PART_ATTENTION,
     TREE_PARTS,
@@ -18,31 +18,9 @@ from jaxrl_async.model.attention import (
     tree_splash,
     visible_until,
 )
-from jaxrl_async.model.kernels import per_shard, seen_in_tree
+from jaxrl_async.model.kernels import per_shard
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.testing.interpreted import interpreted_kernels
-
-
-def trees(T: int, *, B: int = 2, H: int = 4, N: int = 2, K: int = 16) -> tuple[Any, ...]:
-    """q, k, v, segments and positions of rows of branches, with padding behind them; and for each
-    branch its row, its first own place, and the places of all of its tokens."""
-    rng = np.random.default_rng(T + B)
-    q, k, v = (jnp.asarray(rng.normal(size=(B, T, n, K)), np.float32) for n in (H, N, N))
-    segments, positions = np.zeros((2, B, T), np.int32)
-    branches = []
-    for row in range(B):
-        path, start = np.zeros(0, np.int64), 0
-        for segment in range(1, 8):
-            end = start + int(rng.integers(1, max(2, T // 7)))
-            left = int(rng.integers(len(path))) if len(path) and segment != 5 else 0
-            path = np.concatenate([path[:left], np.arange(start, end)])
-            segments[row, start:end], positions[row, start:end] = (
-                segment,
-                np.arange(left, len(path)),
-            )
-            branches.append((row, start, path))
-            start = end
-    return q, k, v, segments, positions, branches
 
 
 def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, until: Any, real: Any) -> Any:
@@ -83,20 +61,6 @@ def test_splash_of_trees_and_its_gradient_equal_the_reference(T):
         got = outputs_and_gradients(jax.jit(tree_splash), *inputs)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-@pytest.mark.parametrize("T", [23, 24])
-def test_the_call_to_cudnn_with_trees_says_what_the_reference_says(T):
-    q, k, v, segments, positions, _ = trees(T)
-    inputs = q, k, v, visible_until(positions, segments), segments > 0
-
-    def cudnn(q: Any, k: Any, v: Any, until: Any) -> Any:
-        seen = seen_in_tree(until, jnp.arange(T))
-        return kernels.cudnn_causal(q, k, v, seen, implementation="xla")
-
-    expected = outputs_and_gradients(tree_reference, *inputs)
-    for a, b in zip(outputs_and_gradients(cudnn, *inputs), expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.families.family import never
 from jaxrl_async.model.families.parts import LayerKind, repeating, runs_of
 from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.gpu_packed import cudnn
 from jaxrl_async.model.hf_config import spec_from_hf
 from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.quantize import quantize
@@ -205,8 +206,8 @@ def test_pages_are_read_through_the_same_window():
 
 def test_cudnn_is_not_given_scores_with_a_cap():
     q, k, v, segments = arrays(8)
-    with pytest.raises(ConfigError, match=r"model\.attention=reference"):
-        kernels.cudnn(q, k, v, segments, Scoring(0, 2.0))
+    with pytest.raises(ConfigError, match=r"model\.attention=flash"):
+        cudnn(q, k, v, segments, Scoring(0, 2.0))
     assert sequence_attention("auto", cap=2.0) is reference
 
 

@@ -25,8 +25,11 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, arranged, make_mesh, 
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import reference, sequence_attention, tree_splash
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
+from jaxrl_async.model.grouped import grouped_product
+from jaxrl_async.model.kernels import Scoring
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.model.tpu_pages import attend_wide_pages
 from jaxrl_async.sampler.batch.prefill import (
     Sizes,
     insert_args,
@@ -37,7 +40,8 @@ from jaxrl_async.sampler.batch.prefill import (
 from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyContext,
@@ -276,6 +280,63 @@ def ragged(
     )
 
 
+def grouped_gradient() -> dict[str, Any]:
+    """The gradient of 2,048 rows that 64 MiB of frozen experts multiply."""
+    mesh = mesh_of()
+
+    def total(rows: Any, matrices: Any, sizes: Any) -> Any:
+        return grouped_product(rows, matrices, sizes, jnp.bfloat16).astype(jnp.float32).sum()
+
+    return compiled(
+        jax.grad(total),
+        array(mesh, (2048, 1024), jnp.bfloat16),
+        array(mesh, (64, 1024, 512), jnp.bfloat16),
+        array(mesh, (64,), jnp.int32),
+    )
+
+
+def wide(
+    *,
+    H: int,
+    N: int,
+    K: int = 256,
+    tensor: int = 1,
+    window: int = 0,
+    sinks: bool = False,
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, Any]:
+    """Our own kernel's decode step of 64 sequences of up to 2,048 tokens, 256 MiB of pages."""
+    mesh = mesh_of(tensor=tensor)
+    attend = partial(attend_wide_pages, mesh=mesh)
+    return compiled(
+        lambda q, pages, lengths, tables, sinks_H: attend(
+            q, pages, lengths, tables, Scoring(window=window), sinks_H if sinks else None
+        ),
+        array(mesh, (64, H, K), dtype, None, "tensor"),
+        array(mesh, (4096, 32, 2 * N, -(-K // 128) * 128), dtype, None, None, "tensor"),
+        array(mesh, (64,), jnp.int32),
+        array(mesh, (64, 64), jnp.int32),
+        array(mesh, (H,), jnp.float32, "tensor"),
+    )
+
+
+def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str, Any]:
+    """Drawing a token for each row, in one pass of the kernel or by XLA's programs."""
+    mesh = mesh_of()
+    numbers = partial(array, mesh, (rows,))
+    controls = Controls(
+        numbers(jnp.float32), numbers(jnp.int32), numbers(jnp.float32), numbers(jnp.float32)
+    )
+    kernel = partial(drawn_by_kernel, mesh=mesh) if by_kernel else None
+    return compiled(
+        lambda *given: sample(*given, mix, kernel),
+        array(mesh, (rows, vocab), jnp.float32),
+        controls,
+        array(mesh, (rows, 2), jnp.uint32),
+        numbers(jnp.int32),
+    )
+
+
 def sampler_program(
     name: str,
     *,
@@ -300,7 +361,7 @@ def sampler_program(
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
-        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent and spec.head_dim <= 128,
+        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -345,8 +406,11 @@ def sampler_program(
     program = engine.programs.generate.lower(
         weights, state, run, context_pages=context_pages, mix=Mix()
     ).compile()
+    kernels = [line for line in program.as_text().splitlines() if "tpu_custom_call" in line]
+    draws = sum(line.lstrip().startswith("%draw_token") for line in kernels)
     return {
-        "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
+        "kernels": len(kernels) - draws,
+        "draws": draws,
         "temp_bytes": program.memory_analysis().temp_size_in_bytes,
         "pages_bytes": pages_bytes,
         "processes": len({d.process_index for d in mesh.devices.flat}),
@@ -466,12 +530,24 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizer": optimizer_step,
     "optimizer offloaded": partial(optimizer_step, "optimizer"),
     "slices": over_slices,
+    "grouped gradient": grouped_gradient,
+    "draw": partial(draw, 128, 151_936, Mix(greedy=True)),
+    "draw truncated": partial(draw, 128, 151_936, Mix(truncated=True, greedy=True)),
+    "draw with masks": partial(draw, 128, 151_936, Mix(truncated=True, extras=True)),
+    "draw odd": partial(draw, 5, 262_147, Mix(truncated=True)),
+    "draw by xla": partial(draw, 128, 151_936, Mix(greedy=True), by_kernel=False),
+    "draw truncated by xla": partial(draw, 128, 151_936, Mix(truncated=True), by_kernel=False),
     "ragged decode": partial(ragged, tokens=64, H=32, N=8, dtype=jnp.bfloat16),
     "ragged chunks": partial(ragged, tokens=2048, H=32, N=8, dtype=jnp.bfloat16),
     "ragged narrow heads": partial(ragged, tokens=64, H=14, N=2, K=64, dtype=jnp.bfloat16),
     "ragged float32": partial(ragged, tokens=64, H=12, N=2, dtype=jnp.float32),
     "ragged on tensor": partial(ragged, tokens=64, H=32, N=8, tensor=4, dtype=jnp.bfloat16),
     "ragged small pages": partial(ragged, tokens=64, H=16, N=8, page=8, dtype=jnp.bfloat16),
+    "wide decode": partial(wide, H=8, N=4),
+    "wide one head": partial(wide, H=4, N=1),
+    "wide on tensor": partial(wide, H=32, N=8, tensor=4),
+    "wide float32": partial(wide, H=16, N=8, dtype=jnp.float32),
+    "wide sinks in a window": partial(wide, H=64, N=8, K=64, window=128, sinks=True),
     "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
 }
 

@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_async.plan.chips import CHIPS
 from jaxrl_async.plan.cost import cost_of, group_axes, parse_groups
 from jaxrl_async.plan.hlo import arrays_of, bytes_of, parse, trip_count
+from jaxrl_async.plan.pace import pace_of
 
 MESH = {"data": 2, "fsdp": 4}
 
@@ -18,7 +20,7 @@ def compiled(function, *arguments):
 
 
 def cost(program, mesh=MESH, **more):
-    return cost_of(parse(program.as_text()), mesh, **more)
+    return cost_of(parse(program.as_text()), mesh, pace_of(CHIPS["v5e"]), **more)
 
 
 def test_shapes_of_tuples_and_layouts_are_read():
@@ -65,16 +67,55 @@ def test_a_loop_that_data_ends_turns_as_often_as_is_said():
     assert cost(program, open_turns=(4.0,)).flops == 4 * each
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_branches_of_a_conditional_count(count):
-    """All of them: which one runs is decided at run time."""
-    branches = [lambda x, n=n: jnp.sin(x * n) @ x for n in range(count)]
-    program = compiled(lambda n, x: jax.lax.switch(n, branches, x), jnp.int32(0), jnp.ones((8, 8)))
-    assert "branch_computations=" in program.as_text() or "true_computation=" in program.as_text()
-    assert cost(program).flops == count * 2 * 8 * 8 * 8
+@pytest.mark.parametrize("loops", [1, 5])
+def test_of_a_conditional_the_costliest_branch_counts(loops):
+    """One runs, and the text does not say which: 3 products of 8 x 8 x 8 here, 1 or none there."""
+
+    def one(x):
+        return jnp.sin(x @ x)
+
+    def three(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y @ y), x)
+
+    branches = [lambda x: x + 1, three, one]
+
+    def several(n, x):
+        return jax.lax.fori_loop(0, loops, lambda _, y: jax.lax.switch(n, branches, y), x)
+
+    program = compiled(several, jnp.int32(0), jnp.ones((8, 8)))
+    assert "branch_computations=" in program.as_text()
+    assert cost(program).flops == loops * 3 * 2 * 8 * 8 * 8
 
 
-def test_named_branches_are_followed():
+def test_of_two_branches_the_costlier_counts_wherever_it_stands():
+    def both(few, x, w):
+        return jax.lax.cond(few, lambda: x @ w, lambda: (x @ w) @ w)
+
+    x, w = jnp.zeros((4, 16)), jnp.zeros((16, 16))
+    assert cost(compiled(both, True, x, w)).flops == 2 * 2 * 4 * 16 * 16
+    program = compiled(lambda few, x, w: both(~few, x, w), True, x, w)
+    assert cost(program).flops == 2 * 2 * 4 * 16 * 16
+
+
+def test_a_branch_in_a_branch_is_chosen_for_itself():
+    def product(x):
+        return jnp.sin(x @ x)
+
+    def inner(few, x):
+        return jax.lax.cond(few, lambda: x + 1, lambda: product(x))
+
+    def outer(few, many, x):
+        return jax.lax.cond(few, lambda: product(inner(many, x)), lambda: product(x))
+
+    program = compiled(outer, True, True, jnp.zeros((8, 8)))
+    assert cost(program).flops == 2 * 2 * 8 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%other, %one}", "true_computation=%one, false_computation=%other"],
+)
+def test_named_branches_are_followed(branches):
     text = """HloModule m
 
 %one (x: f32[4,4]) -> f32[4,4] {
@@ -89,10 +130,10 @@ def test_named_branches_are_followed():
 ENTRY %main (n: s32[], a: f32[4,4]) -> f32[4,4] {
   %n = s32[] parameter(0)
   %a = f32[4,4]{1,0} parameter(1)
-  ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), branch_computations={%other, %one}
+  ROOT %c = f32[4,4]{1,0} conditional(%n, %a, %a), BRANCHES
 }
-"""
-    assert cost_of(parse(text), {"fsdp": 1}).flops == 2 * 4**3
+""".replace("BRANCHES", branches)
+    assert cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).flops == 2 * 4**3
 
 
 @pytest.mark.parametrize(
@@ -118,7 +159,7 @@ ENTRY %main (m: s8[1,16,16], q: {queries}, k: {keys}) -> {queries} {{
         f"operand_layout_constraints={{s8[1,16,16]{{2,1,0}}, {queries}{{}}, {keys}{{}}, {keys}{{}},"
         " s32[8192,128]{1,0}, s32[8,8192]{1,0}}",
     )
-    (kernel,) = cost_of(parse(text), {"fsdp": 1}).kernels
+    (kernel,) = cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).kernels
     assert kernel.flops == flops
     assert (kernel.length, kernel.width) == arrays_of(keys)[0][1][-2:]
 
@@ -137,11 +178,50 @@ ENTRY %main (x: {x}, w: {matrices}) -> {out} {{
 """.replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
         "LAYOUTS", f"operand_layout_constraints={{s32[33]{{0}}, {x}{{1,0}}, {matrices}{{2,1,0}}}}"
     )
-    (kernel,) = cost_of(parse(text), {"fsdp": 2, "expert": expert}).kernels
+    (kernel,) = cost_of(parse(text), {"fsdp": 2, "expert": expert}, pace_of(CHIPS["v5e"])).kernels
     own = rows / expert
     assert kernel.flops == 2 * own * 2048 * 768
     wanted = own * (4 * 768 + 2 * 2048) + used * 2 * 2048 * 768
     assert kernel.num_bytes == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "vocab", "cycles"),
+    [
+        ("draw_token", 128, 151_936, 16 * 38 * 290),
+        ("draw_token", 5, 4_097, 2 * 290),
+        ("draw_truncated", 128, 151_936, 16 * 38 * 3100),
+    ],
+)
+def test_drawing_a_token_by_the_kernel_has_cycles(name, rows, vocab, cycles):
+    text = f"""HloModule draw
+ENTRY %main (l: f32[{rows},{vocab}]) -> s32[{rows},1] {{
+  %l = f32[{rows},{vocab}]{{1,0}} parameter(0)
+  ROOT %{name}.1 = s32[{rows},1]{{1,0}} custom-call(%l), TARGET, LAYOUTS
+}}
+"""
+    text = text.replace("TARGET", 'custom_call_target="tpu_custom_call"').replace(
+        "LAYOUTS", f"operand_layout_constraints={{f32[{rows},{vocab}]{{1,0}}}}"
+    )
+    chip = CHIPS["v6e"]
+    cost = cost_of(parse(text), {}, pace_of(chip))
+    assert cost.compute_s == pytest.approx(cycles / chip.clock_hz)
+
+
+def test_an_instruction_that_the_compiler_cannot_estimate_takes_its_roofline():
+    """It writes the largest number there is in place of cycles: hundreds of years each."""
+    text = """HloModule m
+
+ENTRY %main (x: bf16[16,4096], w: bf16[4096,12288]) -> bf16[16,12288] {
+  %x = bf16[16,4096]{1,0} parameter(0)
+  %w = bf16[4096,12288]{1,0} parameter(1)
+  ROOT %d = bf16[16,12288]{1,0} dot(%x, %w), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+    num_bytes = 2 * (16 * 4096 + 4096 * 12288 + 16 * 12288)
+    cost = cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"]))
+    assert cost.compute_s == pytest.approx(num_bytes / CHIPS["v5e"].hbm_bytes_per_s)
 
 
 def test_a_counter_s_start_step_and_bound_decide_the_turns():
@@ -185,7 +265,9 @@ ENTRY %main (x: bf16[8192,4096,1], w: bf16[8,4096,128]) -> bf16[8192,8,128] {
   ROOT %c = bf16[8192,8,128]{2,0,1} convolution(%x, %w), WINDOW, dim_labels=bf0_0io->b0f
 }
 """.replace("WINDOW", "window={size=8 pad=7_7 rhs_reversal=1}")
-    assert cost_of(parse(text), {"fsdp": 1}).flops == 2 * 8192 * 4096 * 8 * 128
+    assert (
+        cost_of(parse(text), {"fsdp": 1}, pace_of(CHIPS["v5e"])).flops == 2 * 8192 * 4096 * 8 * 128
+    )
 
 
 @pytest.mark.parametrize(

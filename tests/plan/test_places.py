@@ -184,8 +184,10 @@ def test_what_is_written_is_what_train_and_gke_take(tmp_path, capsys):
     assert values.trainer.tpu.chips == 16 and values.samplers.tpu.topology == "2x2"
     assert main([str(tmp_path / "out/values.yaml")]) == 0
     shown = list(yaml.safe_load_all(capsys.readouterr().out))
-    jobs = shown[-1]["spec"]["replicatedJobs"]
-    assert [(job["name"], job["replicas"]) for job in jobs] == [("trainer", 1), ("sampler", 4)]
+    jobs = [j for s in shown if s["kind"] == "JobSet" for j in s["spec"]["replicatedJobs"]]
+    assert sorted((j["name"], j["replicas"]) for j in jobs) == [("sampler", 1)] * 4 + [
+        ("trainer", 1)
+    ]
     assert any("jaxrl_async.launch.gke" in line for line in lines)
     assert any("jaxrl_async.sample --join" in line for line in lines)
 
@@ -200,6 +202,18 @@ def test_a_divided_host_needs_no_values_file(tmp_path):
     assert load(tmp_path / "config.yaml") == config
 
 
+def test_cards_are_launched_with_their_share_of_memory_and_no_manifest(tmp_path):
+    from jaxrl_async.plan.launch_files import write_launch_files
+
+    config = load(ROOT / "configs/plans/qwen3_8b_v6e_32.yaml")
+    lines = write_launch_files(tmp_path, config, planned("h100-8", "h100-4", 6))
+    assert not (tmp_path / "values.yaml").exists()
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(commands) == 2
+    assert all(c.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python") for c in commands)
+    assert "6 times" in lines[2]
+
+
 def test_a_split_that_no_axis_can_take_is_refused():
     from jaxrl_async.errors import ConfigError
     from jaxrl_async.plan.launch_files import split_config
@@ -207,3 +221,134 @@ def test_a_split_that_no_axis_can_take_is_refused():
     config = load(ROOT / "configs/addition.yaml", ["mesh.trainer.tensor=4"])
     with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. can be divided so"):
         split_config(config, trainer_chips=2, now=4, samplers=1)
+
+
+SLICES = """
+import json, os
+from dataclasses import asdict, replace
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+os.environ |= COMPILER_ENV
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_async.config.schema import Config
+from jaxrl_async.plan.chips import parse_slice, parse_chips
+from jaxrl_async.plan.cost import cost_of
+from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.pace import pace_of
+from jaxrl_async.plan.places import make_places
+
+config = Config.model_validate({"mesh": {
+    "samplers_in": "elsewhere", "trainer": {"data": 2, "fsdp": 4}, "sampler": {"tensor": 4}}})
+mesh = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+mesh = mesh.slices.trainer
+
+def gradient(w, x):
+    return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+def on(*spec):
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on("fsdp"))
+x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=on(("data", "fsdp")))
+program = jax.jit(gradient, out_shardings=on("fsdp")).lower(w, x).compile()
+cost = cost_of(parse(program.as_text()), dict(mesh.shape), pace_of(parse_slice("v5e-4").chip))
+print(json.dumps({"slices": [[d.slice_index for d in row.flat] for row in mesh.devices],
+                  "collectives": [asdict(c) for c in cost.collectives]}))
+"""
+
+
+@compiler
+def test_the_compiler_says_what_goes_between_two_slices():
+    """Of a gradient in shares of four chips, 1 MiB each, half goes each way, twice."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLICES],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["slices"] == [[0] * 4, [1] * 4]
+    between = [c for c in told["collectives"] if c["axes"].startswith("slices")]
+    assert [(c["kind"], c["group"], c["num_bytes"], c["times"]) for c in between] == [
+        ("all-reduce", 2, 2.0**20, 1.0)
+    ]
+    assert {c["axes"] for c in told["collectives"]} - {between[0]["axes"]} == {"fsdp"}
+
+
+TWO_SLICES = """
+import json, math, os, sys
+from dataclasses import replace
+from jaxrl_async.plan.__main__ import COMPILER_ENV
+os.environ |= COMPILER_ENV
+import jax
+from jaxrl_async.config.schema import Config
+from jaxrl_async.plan import programs
+from jaxrl_async.plan.chips import parse_chips, parse_slice
+from jaxrl_async.plan.cost import BETWEEN_SLICES, cost_of
+from jaxrl_async.plan.hlo import parse
+from jaxrl_async.plan.pace import pace_of
+from jaxrl_async.plan.places import make_places
+from jaxrl_async.trainer import update
+
+axes, shape, apart = json.loads(sys.argv[1])
+if not apart:
+    update.can_sum_apart = lambda mesh, spec: False
+architecture = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "head_dim": 128, "mlp": 512}
+config = Config.model_validate({
+    "mesh": {"samplers_in": "elsewhere", "trainer": {"data": 2, **axes}, "sampler": {"tensor": 4}},
+    "model": {"dtype": "bfloat16", "remat": "layer",
+              "architecture": {**architecture, "vocab": 1024, **shape}},
+    "trainer": {"row_length": 256, "micro_batch_tokens": 2048},
+    "sampler": {"max_length": 256, "max_new_tokens": 192, "slots": 8}})
+config = config.on_devices("tpu")
+places = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+spec = programs.spec_of(config)
+cast = programs._pushed(config, spec, places)["cast"]
+weights = jax.tree.leaves(programs.trained(config, spec, places.slices.trainer))
+shards = [math.prod(w.sharding.shard_shape(w.shape)) for w in weights]
+sent = {"shards": 4 * sum(shards)}
+for one in programs.trainer_programs(config, spec, places, cast):
+    if one.name in ("gradient", "update"):
+        text = one.program.compile().as_text()
+        cost = cost_of(parse(text), one.mesh, pace_of(places.trainer.chip),
+                       open_turns=one.open_turns)
+        sent[one.name] = sum(c.num_bytes for c in cost.collectives if c.axes == BETWEEN_SLICES)
+print(json.dumps(sent))
+"""
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ({"fsdp": 4}, {}),
+        ({"tensor": 4}, {}),
+        ({"fsdp": 2, "tensor": 2}, {}),
+        ({"expert": 4}, {"family": "qwen3_moe", "experts": 8}),
+    ],
+)
+def test_gradients_cross_the_network_between_slices_once_an_update(axes, shape):
+    """A float32 gradient of a device's shards goes half each way, twice, in the update; a
+    micro-batch sends sums of losses alone. Without parts it is the other way round, each time."""
+
+    def sent(apart: bool) -> dict[str, float]:
+        done = subprocess.run(
+            [sys.executable, "-c", TWO_SLICES, json.dumps([axes, shape, apart])],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    now = sent(apart=True)
+    assert now["gradient"] < 2**14
+    assert now["shards"] <= now["update"] < 1.2 * now["shards"]
+    if axes == {"fsdp": 4}:
+        before = sent(apart=False)
+        assert before["gradient"] > 0.5 * now["shards"] and before["update"] < 2**14

@@ -281,7 +281,7 @@ def test_less_kv_memory_is_advised_by_the_setting_that_is_too_much():
     from jaxrl_async.plan.advice import advice
     from jaxrl_async.plan.hbm import Memory
 
-    where = SimpleNamespace(num_devices=8)
+    where = SimpleNamespace(num_devices=8, chip=CHIPS["v5e"])
     kinds = {"KV cache": 4.0 * 2**30}
     side = SimpleNamespace(
         memory=Memory(kinds=kinds, moment="decode", usable_bytes=2.0 * 2**30), where=where
@@ -307,7 +307,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
         kinds = {name: n * 2**30 for name, n in given.items()}
         side = SimpleNamespace(
             memory=Memory(kinds=kinds, moment="update", usable_bytes=1.0),
-            where=SimpleNamespace(num_devices=1),
+            where=SimpleNamespace(num_devices=1, chip=CHIPS["v5e"]),
         )
         fine = SimpleNamespace(
             memory=Memory(kinds={}, moment="decode", usable_bytes=1.0), where=side.where
@@ -375,6 +375,29 @@ def test_the_experts_products_take_their_bytes_or_their_flops():
     assert took[0].compute_s == took[0].products_s == pytest.approx(1e-3 / 0.8)
     assert took[1].products_s == pytest.approx(2.0, rel=0.01), "half of the peak"
     assert took[1].kernels_s == 0
+
+
+@pytest.mark.parametrize(
+    ("kernels", "read"),
+    [
+        (("draw_token",), False),
+        (("draw_truncated", "ragged-dot-none"), False),
+        (("draw_token", "ragged_paged_attention_kernel"), True),
+        (("draw_token", "decode_on_pages"), True),
+        (("attend_pages",), True),
+    ],
+)
+def test_the_cache_is_read_by_attentions_kernel_and_not_by_the_one_that_draws(kernels, read):
+    """Where decoding gathers the pages, that is among the instructions, and so is its time."""
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.timing import timing
+
+    cost = Cost(kernels=tuple(Kernel(name=name, times=1, flops=0) for name in kernels))
+    done = Compiled(name="decode", side="sampler", fits=True, cost=cost)
+    took = timing(done, parse_slice("v5e-4"), cache_bytes=819e6)
+    assert took.kernels_s == (pytest.approx(1e-3 / 0.8) if read else 0)
+    assert took.roofline_s == (pytest.approx(1e-3) if read else 0)
 
 
 @pytest.mark.parametrize(

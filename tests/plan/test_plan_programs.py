@@ -192,7 +192,14 @@ def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_ow
     spec = lowering.spec_of(config)
     mesh = AbstractMesh((tensor,), ("tensor",))
     engine = EngineSpec(
-        model=spec, slots=2, max_length=160, pages=10, mesh=mesh, ragged=True, on_tpu=True
+        model=spec,
+        slots=2,
+        max_length=160,
+        pages=10,
+        mesh=mesh,
+        ragged=True,
+        on_tpu=True,
+        draws_by_kernel=False,
     )
     kernel = lowering.prefill_kernel(config, engine, 300)
     seen = sum(position + 1 for position in range(100)) * 3  # of three prompts

@@ -6,6 +6,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from whole_rows import logprobs_of
 
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.model import kernels
+from jaxrl_async.model import decoder, kernels
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
+from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill, shapes
 from jaxrl_async.sampler.batch.ahead import compile_all
@@ -367,6 +369,39 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch)
         done = sampler.generate(WISHES if calls == 2 else WISHES[:4])
         sampler.close()
     assert [c.token_ids.tolist() for c in done] == wanted[: len(done)]
+
+
+def interpreted_tokens(sampler: Sampler, params: Any, **changes: Any) -> list[list[int]]:
+    """What a sampler like this one draws with an engine so changed, its kernels interpreted."""
+    engine = Engine(replace(sampler.engine.spec, **changes))
+    setup = replace(sampler.setup, engine=engine)
+    with (
+        interpreted_kernels(),
+        Sampler.from_setup(setup, engine.prepare(params), 0, FIXED_WEIGHTS) as other,
+    ):
+        return [c.token_ids.tolist() for c in other.generate(WISHES[:4])]
+
+
+@pytest.mark.slow
+def test_the_kernel_that_draws_draws_the_same_tokens(wanted) -> None:
+    with Sampler((SPEC, PARAMS), section=SECTION) as plain:
+        assert interpreted_tokens(plain, PARAMS, draws_by_kernel=True) == wanted[:4]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_wide_heads_decode_on_the_pages_by_a_kernel_of_our_own(family: str) -> None:
+    shape = schema.ArchitectureSection(
+        family=family, layers=2, width=32, heads=4, kv_heads=2, head_dim=256, mlp=32, window=9
+    )
+    spec = ModelSpec.from_architecture(shape, SPEC.vocab)
+    params = decoder.init_params(spec, jax.random.key(0))
+    with Sampler((spec, params), section=SECTION) as plain:
+        wanted = [c.token_ids.tolist() for c in plain.generate(WISHES[:4])]
+    ragged = SECTION.model_copy(update={"attention": "ragged"})
+    with Sampler((spec, params), section=ragged) as pages:
+        assert interpreted_tokens(pages, params, on_tpu=True) == wanted
 
 
 def test_bfloat16_products_of_a_model_in_bfloat16_change_nothing() -> None:

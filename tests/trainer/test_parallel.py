@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import NO_DEVICE_LOCK, make_mesh
+from jaxrl_async.mesh import NO_DEVICE_LOCK, make_mesh, shapes_on
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.lora import Lora
+from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.plan.cost import cost_of
+from jaxrl_async.plan.hlo import parse
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyData,
@@ -78,7 +82,9 @@ def batch() -> Any:
     return pack([sequence(rng, n) for _ in range(ROWS) for n in (17, 12)], ROW)
 
 
-def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> Update[PolicyObjective]:
+def step_on(
+    spec: ModelSpec, axes: dict[str, int], lora: Lora | None = None, **trainer: Any
+) -> Update[PolicyObjective]:
     section = {"micro_batch_tokens": ROWS * ROW, "logprob_chunk": 16, **LINEAR, **trainer}
     devices = jax.devices()[: int(np.prod(list(axes.values())))]
     settings = LearningSettings(
@@ -86,6 +92,7 @@ def step_on(spec: ModelSpec, axes: dict[str, int], **trainer: Any) -> Update[Pol
         trainer=schema.TrainerSection(**section),
         row_length=ROW,
         remat="layer",
+        lora=lora,
     )
     algorithm = schema.AlgorithmSection(learning_rate=1e-2, entropy_coefficient=0.01)
     return policy_update(spec, settings, algorithm, total_steps=10)
@@ -97,7 +104,9 @@ def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     micros = step.objective.micro_batches(data, step.sizes)
     context = step.objective.context(data)
     sums, _ = step._gradients(state, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
-    found = {"loss": np.array(sums.loss), "gradients": jax.tree.map(np.array, sums.grads)}
+    parts = step._parts > 1
+    whole = jax.tree.map(lambda g: np.array(g).sum(axis=0) if parts else np.array(g), sums.grads)
+    found = {"loss": np.array(sums.loss), "gradients": whole}
     moved, _ = step.apply(state, sums, NOTHING_FROZEN, probe_ids(micros[0]))
     return found | {"weights": jax.tree.map(np.array, moved.params)}
 
@@ -146,3 +155,48 @@ def test_the_cpus_own_kernels_learn_what_xlas_programs_do(axes, alone):
 def test_every_mesh_learns_with_experts_what_one_device_does(axes, alone):
     params, wanted = alone(ROUTED)
     assert_same(outcome(step_on(ROUTED, axes), params), wanted)
+
+
+def bytes_over_data(lowered: Any, axes: dict[str, int]) -> float:
+    """What a device of a program sends to other parts of the axis data."""
+    program = parse(lowered.compile().as_text())
+    talk = cost_of(program, axes, lambda i, flops, num_bytes: 0.0).collectives
+    return sum(one.num_bytes for one in talk if "data" in one.axes.split("+"))
+
+
+def test_gradients_cross_the_axis_data_once_an_update():
+    """A micro-batch's program sends a few numbers of the report over it; the optimizer's the
+    gradient, of which each device has its share. The report's are the same as without."""
+    axes = {"data": 2, "fsdp": 2}
+    step = step_on(DENSE, axes)
+    params = init_params(DENSE, jax.random.key(0))
+    shares = jax.tree.map(lambda p: p.nbytes // 2, params)
+    data = PolicyData(batch(), version=3)
+    micro = step._put(step.objective.micro_batches(data, step.sizes)[0])
+    shapes = shapes_on(params, step.state_shardings.params)
+    programs = step.lower(shapes, micro, step.objective.context(data))
+    over_data = {name: bytes_over_data(program, axes) for name, program in programs.items()}
+    gradient = sum(jax.tree.leaves(shares))
+    assert over_data["gradient"] < gradient / 4 < gradient / 2 < over_data["update"]
+    one, alone = (s.update(s.init(params), data)[1] for s in (step, step_on(DENSE, {})))
+    assert one.keys() == alone.keys()
+    for name in one.keys() - {"train/rows", "train/packing", "train/micro_batches"}:
+        np.testing.assert_allclose(one[name], alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_each_part_of_the_axis_data_drops_inputs_of_its_own():
+    """Equal rows on two parts have unequal gradients where an adapter drops inputs."""
+    step = step_on(DENSE, {"data": 2}, lora=Lora(rank=2, names=("q", "up"), scale=1.0, dropout=0.5))
+    policy = Policy(DENSE, init_params(DENSE, jax.random.key(0))).adapted(
+        step.settings.lora, jax.random.key(1)
+    )
+    rng = np.random.default_rng(0)
+    twice = [sequence(rng, ROW)] * 2
+    data = PolicyData(pack(twice, ROW), version=3)
+    micros, context = step.objective.micro_batches(data, step.sizes), step.objective.context(data)
+    frozen = NOTHING_FROZEN._replace(base=policy.params)
+    state = step.init(policy.adapter)
+    sums, _ = step._gradients(state, micros, context, frozen, NO_DEVICE_LOCK)
+    first, second = (jax.tree.map(lambda g, i=i: np.array(g)[i], sums.grads) for i in (0, 1))
+    unequal = jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-6, first, second)
+    assert any(jax.tree.leaves(unequal))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
+        eventually(lambda: bad.pair.sampler.ended)  # it hears of that later than the trainer
         assert "did not reach bad in 3 tries" in bad.pair.sampler.ended
         assert "the line is broken" in bad.pair.sampler.ended
         assert side.counted() == {
@@ -171,6 +173,7 @@ def test_a_silent_transfer_is_offered_anew_and_then_given_up(monkeypatch):
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
+        eventually(lambda: silent.pair.sampler.ended)
         assert "not done within 0.05 s" in silent.pair.sampler.ended
         assert len(silent.fetching.sources) == 1 + 3
 
@@ -306,3 +309,44 @@ def test_a_wait_for_live_weights_can_be_given_up(there):
         stop.set()
         waiting.join(30)
         assert not waiting.is_alive() and side.channel.live_version == 0
+
+
+def test_an_offer_waits_for_room_in_its_own_session_alone(monkeypatch):
+    with TrainerSide() as side:
+        full, other = side.join("full").enter(), side.join("other").enter()
+        room = threading.Event()
+        session = full.pair.trainer
+        send = session.send
+        monkeypatch.setattr(session, "send_now", lambda message: False)
+        monkeypatch.setattr(session, "send", lambda message: room.wait(30) and send(message))
+        side.publish(1)
+        other.draw_from(1)
+        assert side.channel.live_version == 0, "the offer to the full one waits"
+        room.set()
+        full.draw_from(1)
+        side.channel.wait_live(1, 30)
+
+
+def test_a_version_is_offered_with_no_thread_of_its_own(monkeypatch):
+    with TrainerSide() as side:
+        samplers = [side.join(f"s{n}").enter() for n in range(4)]
+        started = []
+        start = threading.Thread.start
+        monkeypatch.setattr(
+            threading.Thread, "start", lambda self: (started.append(self.name), start(self))
+        )
+        side.publish(1)
+        for sampler in samplers:
+            sampler.draw_from(1)
+        side.channel.wait_live(1, 30)
+        assert not [name for name in started if name.startswith("offer to")]
+
+
+def test_a_way_that_failed_is_counted_where_the_run_is_watched():
+    with TrainerSide() as side:
+        sampler = side.join().begin()
+        fetched = sampler.fetching.fetch
+        sampler.fetching.fetch = lambda *of: replace(fetched(*of), fallbacks=2)
+        side.publish(1)
+        sampler.draw_from(1)
+        assert side.counted() == {"transfer_fallbacks": 2}

@@ -52,6 +52,19 @@ def test_a_version_is_live_once_the_last_sampler_says_so():
     assert (live, channel.live_version) == ([1], 1)
 
 
+def test_a_version_is_live_only_up_to_the_lowest_that_a_sampler_draws_from():
+    """The last report finds no sampler at the old version, and two different new ones."""
+    channel = WeightChannel([SAME] * 2)
+    first, second = channel.subscribe(), channel.subscribe()
+    for version in (1, 2):
+        channel.publish(version, PARAMS)
+        assert first.poll().version == second.poll().version == version
+    first.live(2)
+    assert channel.live_version == 0
+    second.live(1)
+    assert channel.live_version == 1
+
+
 def test_publish_waits_for_the_slowest_sampler():
     channel = WeightChannel([SAME] * 2)
     first, second = channel.subscribe(), channel.subscribe()

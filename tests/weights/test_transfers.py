@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.weights.remote.transfers import KEPT, TRIES, Taker, Transfers
+from jaxrl_async.weights.remote.tree import sources
 
 EVENTS = ["publish", "keep", "offer", "stage", "live", "torn", "join", "leave", "wait"]
 
@@ -209,3 +210,83 @@ def test_what_cannot_be_is_refused():
     world.event("stage", 0)
     with pytest.raises(WeightsError, match="has version 0"):
         world.transfers.live(taker, 1, world.enters)
+
+
+class Plain:
+    """What `Transfers` promises, by a look at every sampler at every question."""
+
+    def __init__(self, transfers):
+        self.t, self.sources = transfers, {}
+
+    def due(self, now_s):
+        ready = [x for x in self.t.takers if x.fetching is None and x.staged == x.live]
+        ready = [x for x in ready if not x.sending and now_s >= x.due_s]
+        return {x.name for x in ready if x.staged is None or x.staged < self.t.kept[-1]}
+
+    def late(self, now_s):
+        return {t.name for t in self.t.takers if t.fetching is not None and now_s >= t.due_s}
+
+    def unheld(self, now_s):
+        held = [t for t in self.t.takers if t.held_until_s is not None]
+        return {t.name for t in held if now_s >= t.held_until_s}
+
+    def next_s(self, now_s):
+        times = [t.due_s for t in self.t.takers if t.fetching is not None or t.due_s > now_s]
+        times += [t.held_until_s for t in self.t.takers if t.held_until_s is not None]
+        return min(times, default=None)
+
+    def fetched(self, version):
+        return any(t.fetching == version for t in self.t.takers)
+
+
+@given(st.integers(0, 2**32))
+def test_the_answers_are_those_of_a_look_at_every_sampler(seed):
+    draw = random.Random(seed)
+    world = World(enters=lambda version: version % 3 != 0)
+    t, plain = world.transfers, Plain(world.transfers)
+    for _ in range(120):
+        name = draw.choices(EVENTS, weights=[3, 3, 4, 3, 3, 2, 2, 1, 1])[0]
+        now_s, before = world.now_s, {v: [*held] for v, held in t.holders.items()}
+        if name == "offer" and t.kept:
+            expected = plain.due(now_s)
+            offers = world.offer()
+            assert {o.taker.name for o in offers} == expected
+            for offer in offers:
+                members = [h.address for h in before.get(offer.version, [])]
+                assert offer.sources == sources([*members, "x"], 2, "trainer:1")[-1]
+                before.setdefault(offer.version, []).append(offer.taker)
+                if draw.random() < 0.5:  # its session has no room for it
+                    offer.taker.sending = True
+        elif name == "wait":
+            world.now_s += draw.choice((0.5, 1.0, 11.0))
+            expected = plain.late(world.now_s)
+            assert {x.name for x in t.expired(world.now_s)} == expected
+            expected = plain.unheld(world.now_s)
+            assert {x.name for x in t.unheld(world.now_s)} == expected
+            for taker in [x for x in t.takers if x.failures >= TRIES]:
+                t.leave(taker)
+        else:
+            world.event(name, draw.randrange(30))
+        for taker in t.takers:
+            if taker.sending and draw.random() < 0.3:
+                t.sent(taker)
+        assert t.next_s(world.now_s) == plain.next_s(world.now_s)
+        assert all((v in t.outdated()) == (not plain.fetched(v)) for v in t.kept[:-1])
+        assert all(t.passes_on(taker.address) for taker in t.takers)
+        assert not t.passes_on("trainer:1") and not t.passes_on("")
+
+
+def test_an_event_of_one_sampler_costs_no_look_at_the_others(monkeypatch):
+    world, looks = World(), []
+    for _ in range(500):
+        world.join()
+    ready = Taker.ready
+    monkeypatch.setattr(Taker, "ready", property(lambda t: looks.append(t) or ready.fget(t)))
+    offers = world.offer()
+    assert len(offers) == 500 and len(looks) <= 2 * 500
+    looks.clear()
+    for offer in offers:
+        world.transfers.staged(offer.taker, 0)
+        world.transfers.live(offer.taker, 0, lambda version: True)
+        assert world.offer() == [] and world.transfers.expired(0.0) == []
+    assert len(looks) <= 4 * 500, "before, each offer looked at all 500"

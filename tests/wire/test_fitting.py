@@ -1,11 +1,12 @@
 """Records from another process whose fields hold something else than their types say."""
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields, make_dataclass, replace
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 import pytest
+from typing_extensions import TypeAliasType
 
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 from jaxrl_async.wire import messages
@@ -80,3 +81,18 @@ def test_what_does_not_fit_is_named(message: Any, wrong: str) -> None:
 def test_every_message_can_be_checked(kind: type) -> None:
     with pytest.raises((ValueError, AttributeError)):
         check_fits(object.__new__(kind))
+
+
+def test_a_type_may_be_an_alias_by_name() -> None:
+    """As NumPy 2.5 has NDArray on Python 3.12 and later: then no sampler could join."""
+    scalar = TypeVar("scalar", bound=np.generic)
+    array = np.ndarray[Any, np.dtype[scalar]]
+    Named: Any = TypeAliasType("Named", array, type_params=(scalar,))
+    Plain: Any = TypeAliasType("Plain", int)
+    Record: Any = make_dataclass("Record", [("ids", Named[np.int32] | None), ("count", Plain)])
+    check_fits(Record(np.zeros(2, np.int64), 3))
+    check_fits(Record(None, 3))
+    with pytest.raises(ValueError, match=r"Record\.ids"):
+        check_fits(Record(np.zeros(2, np.float32), 3))
+    with pytest.raises(ValueError, match=r"Record\.count is a str, not a int"):
+        check_fits(Record(None, "3"))

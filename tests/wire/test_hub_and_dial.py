@@ -23,6 +23,7 @@ import jaxrl_async
 from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused
 from jaxrl_async.types import Request
 from jaxrl_async.wire import handshake
+from jaxrl_async.wire import hub as hub_module
 from jaxrl_async.wire.address import write_join_file
 from jaxrl_async.wire.dial import dial
 from jaxrl_async.wire.frames import FRAME_LIMIT
@@ -462,3 +463,27 @@ def test_a_trainer_is_found_by_a_file_that_appears_and_changes(tmp_path: Path) -
             write_join_file(tmp_path, trainer.hub.address, "run-1")
             joined.get(timeout=WAIT_S).end("done")
             thread.join()
+
+
+def test_open_files_are_allowed_for_all_connections_as_far_as_the_system_lets(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    limits, asked = [1024, 4096], []
+
+    def allow(kind, wanted):
+        asked.append(wanted)
+        limits[:] = wanted
+
+    monkeypatch.setattr(hub_module.resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(hub_module.resource, "setrlimit", allow)
+    assert hub_module._half_of_files(6000) == 2048 and asked == [(4096, 4096)]
+    assert "4096 open files (ulimit -n) allow 2048 connections" in caplog.text
+    limits[:] = [1024, 20_000]
+    assert hub_module._half_of_files(6000) == 6000 and asked[-1] == (12_000, 20_000)
+    assert hub_module._half_of_files(6000) == 6000 and len(asked) == 2
+    limits[:] = [1024, 20_000]
+    monkeypatch.setattr(hub_module.resource, "setrlimit", refuse_limit)
+    assert hub_module._half_of_files(6000) == 512
+
+
+def refuse_limit(kind, wanted):
+    raise ValueError("not allowed to raise maximum limit")

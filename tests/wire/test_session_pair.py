@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jaxrl_async.errors import ConfigError, Disconnected
 from jaxrl_async.testing.session_pair import SessionPair, session_pair
 from jaxrl_async.types import Completion, StopReason
+from jaxrl_async.wire import session as session_module
 from jaxrl_async.wire.messages import Answers, Beat, Cancel, Died, Live, Staged
 from jaxrl_async.wire.session import WireLimits
 
@@ -151,3 +153,67 @@ def test_a_second_handler_of_a_kind_is_a_mistake(pair: SessionPair) -> None:
     with pytest.raises(ValueError, match="is no message"):
         pair.trainer.on(Completion, lambda m: None)
     assert Died(error="x") == Died(error="x")
+
+
+def test_without_room_nothing_waits_unless_it_is_asked_to() -> None:
+    pair = session_pair(limits=WireLimits(queue_bytes=1 << 20))
+    hold, got = threading.Event(), queue.SimpleQueue[int]()
+    pair.trainer.on(Answers, lambda m: hold.wait(WAIT_S) and None)
+    pair.trainer.on(Live, lambda m: got.put(m.version))
+    large, sent = Answers(completions=(completion(30_000),)), 0
+    while pair.sampler.send_now(large):
+        sent += 1
+        assert sent < 100, "the queues are full long before"
+    assert not pair.sampler.send_now(large)
+    later = threading.Thread(target=pair.sampler.send, args=(Live(version=7),))
+    later.start()
+    hold.set()
+    assert got.get(timeout=WAIT_S) == 7
+    assert pair.sampler.send_now(Live(version=8)) and got.get(timeout=WAIT_S) == 8
+    later.join()
+    pair.close()
+    with pytest.raises(Disconnected):
+        pair.sampler.send_now(Live(version=9))
+
+
+def test_one_thread_watches_all_sessions_and_ends_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = session_module.Watch()
+    monkeypatch.setattr(session_module, "WATCH", watch)
+
+    def watching() -> int:
+        targets = [getattr(t, "_target", None) for t in threading.enumerate()]
+        return sum(getattr(target, "__self__", None) is watch for target in targets)
+
+    limits = WireLimits(silence_s=1.0)
+    pairs = [session_pair(sampler=f"s{n}", limits=limits) for n in range(8)]
+    assert watching() == 1
+    ended = queue.SimpleQueue[str]()
+    pairs[3].sampler.on_end(ended.put)
+    pairs[3].line.silence()
+    assert ended.get(timeout=WAIT_S) == "nothing heard of trainer for 1 s"
+    assert all(pair.trainer.ended is None for n, pair in enumerate(pairs) if n != 3)
+    for pair in pairs:
+        pair.close()
+    end_s = time.monotonic() + WAIT_S
+    while watching() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert watching() == 0
+    again = session_pair(limits=limits)
+    assert watching() == 1
+    again.close()
+
+
+def test_a_session_that_ends_before_it_is_started_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = session_module.Watch()
+    monkeypatch.setattr(session_module, "WATCH", watch)
+    session = session_module.WireSession("s", WireLimits(silence_s=0.1))
+    session.lost("another has joined in its place")
+    session.start()
+    end_s = time.monotonic() + WAIT_S
+    while watch._due and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not watch._due

@@ -1,4 +1,4 @@
-"""The devices of a run: asked of JAX, checked for memory, and locked where threads share them."""
+"""The devices of a run: asked of JAX, and locked where threads share them."""
 
 import gc
 import logging
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.backend import clear_backends
-from jax.sharding import Mesh
 
+from jaxrl_async.config.draft import read_draft
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
-from jaxrl_async.config.seats_section import resident_snapshots
-from jaxrl_async.errors import ConfigError, MeshError, in_a_line
+from jaxrl_async.errors import MeshError, in_a_line
 from jaxrl_async.host import has_tpu
 from jaxrl_async.mesh import (
     LEAST_CPU_DEVICES,
@@ -26,13 +24,11 @@ from jaxrl_async.mesh import (
     Slices,
     ask_for_cpu_devices,
     have_threads_for_collectives,
-    skip_absent_tpu,
+    skip_absent_accelerators,
 )
-from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.remote.pinning import chips_of_trainer
-from jaxrl_async.sampler.setup import kv_plan
 
 MAX_CPU_DEVICES = 256
 """Most devices that a CPU is made to look like."""
@@ -51,7 +47,7 @@ def claim_devices(config: Config) -> None:
     be too many to emulate: make_slices reports that. Raises MeshError if arrays keep a backend that
     has too few.
     """
-    skip_absent_tpu()
+    skip_absent_accelerators()
     if config.mesh.samplers_in == "processes":
         leave_devices_to_samplers(config.mesh)
     if config.mesh.num_devices > MAX_CPU_DEVICES:
@@ -63,6 +59,29 @@ def claim_devices(config: Config) -> None:
     least = LEAST_CPU_DEVICES if processes == 1 else 1
     if not ask_for_cpu_devices(max(needed, least)):  # a notebook, or an earlier job
         _restart_cpu(needed)
+
+
+def with_dtype(config: Config, before: Path) -> Config:
+    """Return the configuration with model.dtype chosen, if it is null: what the run had that is
+    resumed, else by the devices, which are claimed. Raises MeshError as claim_devices.
+
+    before: the run's configuration, if it is resumed.
+    """
+    if config.model.dtype is not None:
+        return config
+    if config.run.resume and before.is_file():
+        section = read_draft(before).tree.get("model")
+        if kept := section.get("dtype") if isinstance(section, dict) else None:
+            model = config.model.model_copy(update={"dtype": kept})
+            return config.model_copy(update={"model": model})
+    rl = config.run.job == "rl"
+    mesh = config.mesh if rl else config.mesh.without_samplers
+    claim_devices(config.model_copy(update={"mesh": mesh}))
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    chosen = config.on_devices(device.platform, None if capability is None else str(capability))
+    log.info("model.dtype=%s, on %s", chosen.model.dtype, device.device_kind)
+    return chosen
 
 
 def _restart_cpu(needed: int) -> None:
@@ -126,43 +145,6 @@ def compile_cache_folder() -> str:
     """Return the folder of JAX's persistent compilation cache; "": there is none."""
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return folder or ""
-
-
-def check_memory(needed_bytes: int, mesh: Mesh, what: str, remedy: str) -> None:
-    """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
-    process instead of failing."""
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        available = mesh.size * (device.memory_stats() or {}).get("bytes_limit", needed_bytes)
-    if needed_bytes > available:
-        raise ConfigError(
-            f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
-            f"{available / 2**30:,.1f} GiB. {remedy}"
-        )
-
-
-def check_kv_fits(config: Config, spec: ModelSpec, slices: Slices) -> None:
-    """Raise ConfigError if a sampler's KV cache certainly does not fit its devices; samplers in
-    processes of their own see for themselves."""
-    if config.mesh.remote:
-        return
-    plan = kv_plan(
-        spec,
-        config.sampler,
-        jnp.dtype(config.model.dtype),
-        mesh=slices.sampler,
-        keep_routing=config.algorithm.keep_routing,
-    )
-    beside = resident_snapshots(config.seats)
-    also = f" and those of {beside} opponents (seats)" if beside else ""
-    check_memory(
-        plan.pages * plan.page_bytes * (1 + beside),
-        slices.sampler,
-        f"the KV cache of a sampler{also}",
-        "Lower sampler.slots or sampler.max_length, or set sampler.kv_memory_mib to what there is.",
-    )
 
 
 Lock = AbstractContextManager[Any]

@@ -42,7 +42,7 @@ def check_engines(config: Config, spec: ModelSpec) -> None:
 
     Raises ConfigError, which names the server and says what to do.
     """
-    if config.sampler.engine == "ours":
+    if config.sampler.engine != "vllm":
         return
     if jax.process_count() > 1:
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_engines(config: Config, spec: ModelSpec) -> None:
                 config.sampler.max_length,
                 tied=spec.tied,
                 plain=_is_plain(config.sampler),
-                dtype=config.model.dtype,
+                dtype=config.model.computes_in,
             ) or _other_model(facts, spec)
             if problem is not None:
                 raise ConfigError(f"sampler.engine_urls: the vLLM server at {url}: {problem}")
@@ -164,7 +164,7 @@ def make_engines(
         count: called with the name of each fault.
     """
     sharded = shardings(weight_table(spec), trainer, TRAINER_RULES)
-    dtype = jnp.dtype(config.weights.dtype or config.model.dtype)
+    dtype = jnp.dtype(config.weights.dtype or config.model.computes_in)
     push = SharedPush(Push(sharded, sharded, dtype=dtype))
     urls = config.sampler.engine_urls
     channel = WeightChannel(

@@ -37,7 +37,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
 from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
-from jaxrl_async.run.builders.devices import check_memory
+from jaxrl_async.run.builders.device_memory import check_memory
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 

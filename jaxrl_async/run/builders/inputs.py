@@ -17,7 +17,8 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.run.builders.devices import Locks, check_kv_fits, claim_devices, make_locks
+from jaxrl_async.run.builders.device_memory import check_devices_hold
+from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
@@ -104,7 +105,7 @@ def check_inputs(
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config)
     check_advisers(config, spec, tokenizer)
-    check_kv_fits(config, spec, slices)
+    check_devices_hold(config, spec, slices)
     note_process_rewards(config)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)

@@ -191,7 +191,7 @@ class RunOpponents:
 
     def _open_pools(self, snapshots: Snapshots, mesh: Mesh, lock: Lock) -> None:
         """Make what draws for seats; weights are loaded when they are first asked."""
-        config, dtype = self._config, jnp.dtype(self._config.model.dtype)
+        config, dtype = self._config, jnp.dtype(self._config.model.computes_in)
 
         def loader(spec: ModelSpec, where: Callable[[int], Path]) -> Callable[[int], Params]:
             placed = shardings(weight_table(spec), mesh, SAMPLER_RULES)

@@ -99,7 +99,7 @@ def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: 
     counts_once = config.model.balance == BalanceSection()
     saves = config.algorithm.group_size > 1 and attends and counts_once and not images
     computes = trainer.cpu_kernels and config.model.attention == "auto" and mesh.size == 1
-    there = computes and has_cpu_kernels(mesh.devices.flat[0], config.model.dtype)
+    there = computes and has_cpu_kernels(mesh.devices.flat[0], config.model.computes_in)
     chosen = trainer.model_copy(update={"share_prefixes": saves and there})
     return config.model_copy(update={"trainer": chosen})
 
@@ -114,7 +114,7 @@ def learning(config: Config, slices: Slices, lora: Lora | None = None) -> Learni
         rules=TRAINER_RULES,
         trainer=config.trainer,
         row_length=config.row_length,
-        dtype=jnp.dtype(config.model.dtype),
+        dtype=jnp.dtype(config.model.computes_in),
         param_dtype=jnp.dtype(config.model.param_dtype),
         remat=config.model.remat,
         attention=config.model.attention,

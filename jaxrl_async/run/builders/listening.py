@@ -16,7 +16,7 @@ def check_listening(config: Config, lockstep: Lockstep) -> None:
     """Check certificates, secret and ports, which are needed only after a warm start. Raises
     ConfigError."""
     remote = config.remote
-    if not config.mesh.remote or config.sampler.engine != "ours":
+    if not config.mesh.remote or config.sampler.engine != "native":
         return
     read_tls(remote)
     address = parse_address(remote.listen, what="remote.listen")

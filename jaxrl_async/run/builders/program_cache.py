@@ -26,6 +26,11 @@ MARK = ".sum"
 """What the name of a mark ends with; it begins with the sum of an entry, which it also holds."""
 ENTRY = "-cache"
 """What JAX appends to an entry's key."""
+MARK_S = 5.0
+"""How much longer than an entry its mark is kept, seconds: it is written before the entry, and an
+entry that has lost its mark looks like another user's."""
+MOST_BYTES = 8 << 30
+"""Most bytes of a folder outside of all runs' folders, which is not removed with a run."""
 
 
 def own_or_spare(folder: Path) -> Path:
@@ -45,6 +50,31 @@ def own_or_spare(folder: Path) -> Path:
     if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
         _close(folder, stat.S_IMODE(found.st_mode))
     return folder
+
+
+def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Remove the least recently used programs until a folder has room for others."""
+    files = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process has removed it
+            if path.name.endswith((ENTRY, MARK)):
+                found = path.lstat()
+                longer = MARK_S if path.name.endswith(MARK) else 0.0
+                files.append((found.st_mtime + longer, found.st_size, path))
+    left, removed = sum(size for _, size, _ in files), 0
+    for _, size, path in sorted(files):
+        if left <= most_bytes:
+            break
+        try:
+            path.unlink()
+            removed += 1
+        except FileNotFoundError:
+            pass  # another process, which makes room at the same time, has removed it
+        except OSError:
+            continue
+        left -= size
+    if removed:
+        log.info("%s: removed %d files of the least recently used programs", folder, removed)
 
 
 def _close(folder: Path, mode: int) -> None:
@@ -102,6 +132,7 @@ class VerifiedPrograms(CacheInterface):
         wanted = _sum(key, value)
         try:
             if self._mark(wanted) == wanted.encode():
+                self._note_use(f"{key}{ENTRY}", f"{wanted}{MARK}")
                 return value
             why = "its mark is damaged"
         except FileNotFoundError:
@@ -130,8 +161,16 @@ class VerifiedPrograms(CacheInterface):
             return
         self._cache.put(key, value)
 
+    def _note_use(self, *names: str) -> None:
+        """Mark these files as used now, for keep_used."""
+        if self._local is None:
+            return
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(self._local / name, follow_symlinks=False)
+
     def _mark(self, digest: str) -> bytes:
-        """Return the content of a mark. Raises OSError: it is not there, or somebody else wrote it
+        """Return the content of a mark. Raises OSError: it is not there, or another user wrote it
         or can change it."""
         if self._local is None:
             content: bytes = (self._path / f"{digest}{MARK}").read_bytes()

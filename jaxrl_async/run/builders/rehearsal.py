@@ -62,7 +62,7 @@ class Rehearsal:
         """Begin, unless it has begun, nothing is to be compiled ahead, or no sampler of ours has
         devices of its own here."""
         config, slices = self._config, self._inputs.slices
-        ours = config.sampler.engine == "ours" and config.sampler.compile_ahead
+        ours = config.sampler.engine == "native" and config.sampler.compile_ahead
         apart = ours and not slices.colocated
         if apart and jax.process_count() == 1 and self._thread.ident is None:
             self._thread.start()

@@ -142,7 +142,7 @@ def invitation(
     config: Config, spec: ModelSpec, sent: SentWeights, probe_ids: IntArray
 ) -> Invitation:
     """Return what a sampler that joins is told, and has to agree with."""
-    dtype, keeps = jnp.dtype(config.model.dtype), config.algorithm.keep_routing
+    dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
     return Invitation(
         config=config,
@@ -179,6 +179,8 @@ def make_remote_channel(
         run=config.run.name,
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
+        apart=config.mesh.samplers_in == "elsewhere",
+        all_agree=lambda has: all(lockstep.gather_json(has)),
     )
     if lockstep.count > 1:
         offering = HostOffers(

@@ -22,6 +22,7 @@ from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.rollout.urgency import TurnPriority
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.jetstream_samplers import make_jetstream_sampling
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import (
@@ -87,8 +88,10 @@ def open_records(
     if lockstep.writes:
         ledger = reopened(paths.ledger, start.whole, start.version, continued)
     closing.callback(ledger.close)
-    # Samplers in other processes do not write down what they take in: half a schedule is none.
-    file = None if config.mesh.remote or not scheduled else lockstep.schedule_file(paths.schedule)
+    # Samplers in other processes, and external engines, do not write down what they take
+    # in: half a schedule is of no use.
+    whole = scheduled and not config.mesh.remote and config.sampler.engine == "native"
+    file = lockstep.schedule_file(paths.schedule) if whole else None
     recording = Recording(file, header_of(config, start.version))
     return Records(
         recorder=recorder,
@@ -156,7 +159,9 @@ def make_rollout_side(
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
     if shared is not None:
         sampling = shared(config, inputs, weights, gate)
-    elif config.sampler.engine != "ours":  # its servers run elsewhere, too, but nobody joins
+    elif config.sampler.engine == "jetstream":
+        sampling = make_jetstream_sampling(config, inputs, weights, gate)
+    elif config.sampler.engine == "vllm":  # its servers run elsewhere, too, but none joins
         sampling = make_foreign_sampling(config, inputs, weights, gate)
     elif config.mesh.remote:
         sampling = make_remote_sampling(

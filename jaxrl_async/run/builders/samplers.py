@@ -126,7 +126,7 @@ class SentWeights:
 
 def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
     """Return what of the policy is sent to samplers, and in which types."""
-    dtype, lora = jnp.dtype(model.dtype), lora_of(spec, model.lora)
+    dtype, lora = jnp.dtype(model.computes_in), lora_of(spec, model.lora)
     if lora is not None:
         kept = dtype if section.eight_bits else jnp.dtype(section.dtype or dtype)
         return _sent_adapter(kept, spec, lora)
@@ -150,7 +150,7 @@ def sent_once(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> 
 
 def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
     """Return all weights as they are sent to samplers: once, if an adapter follows."""
-    dtype, table = jnp.dtype(model.dtype), weight_table(spec)
+    dtype, table = jnp.dtype(model.computes_in), weight_table(spec)
     form = form_of(model.lora)
     if form is not None:
         kept = jnp.dtype(section.dtype or dtype)
@@ -211,7 +211,7 @@ def sampler_settings(
     probe_ids: run_probe_ids of the run; None: nobody knows its prompts here.
     """
     return SamplerSettings(
-        dtype=jnp.dtype(config.model.dtype),
+        dtype=jnp.dtype(config.model.computes_in),
         keep_routing=config.algorithm.keep_routing,
         probe=make_probe(config, spec, probe_ids) if config.weights.probe else None,
         mixes=asked_mixes(config) if config.sampler.compile_ahead else (),
@@ -227,12 +227,12 @@ def run_probe_ids(inputs: Inputs) -> IntArray:
 def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> Probe:
     """Return the probe of all samplers of a run, with what rounding may do to it."""
     weights, model, matmul = config.weights, config.model, config.sampler.matmul
-    narrow = "bfloat16" in (model.dtype, weights.dtype, matmul)
+    narrow = "bfloat16" in (model.computes_in, weights.dtype, matmul)
     sent = sent_weights(weights, model, spec).conversion
     return Probe(
         token_ids=probe_tokens((), spec.vocab) if token_ids is None else token_ids,
         rounding=rounding_share(
-            dtype="bfloat16" if narrow else model.dtype,
+            dtype="bfloat16" if narrow else model.computes_in,
             rounded_to=weights.eight_bits or ("int8" if matmul == "int8" else None),
             platform=jax.default_backend(),
             layers=spec.layers,

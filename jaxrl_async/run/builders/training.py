@@ -1,10 +1,12 @@
 """The trainer around the learner, and where its results go."""
 
 import logging
+from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.profiling import StepTraces, TracedSamplers
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort
 from jaxrl_async.rollout.urgency import TurnPriority
@@ -29,10 +31,12 @@ def make_trainer(
     side: RolloutSide,
     outlets: Outlets,
     lockstep: Lockstep,
+    root: Path,
     turn: Lock | None = None,
 ) -> Trainer:
     """Make the trainer: it draws from the rollout side and publishes to its samplers.
 
+    root: the run's folder.
     turn: see Trainer.
     """
     source, publisher = side.inputs.opponents.watched(side.joined.source, side.sampling.publisher)
@@ -52,7 +56,16 @@ def make_trainer(
         ),
         device_lock=side.inputs.locks.trainer,
         turn=turn,
+        traces=step_traces(config, root, lockstep, side.sampling.members),
     )
+
+
+def step_traces(
+    config: Config, root: Path, lockstep: Lockstep, samplers: TracedSamplers | None = None
+) -> StepTraces:
+    """Return what takes the profiler's traces of this process, into the run's folder."""
+    process = "trainer" if lockstep.count == 1 else f"trainer-{lockstep.index}"
+    return StepTraces(root, config.run.profile, process, samplers)
 
 
 def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:

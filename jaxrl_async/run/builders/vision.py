@@ -89,7 +89,7 @@ def _obstacles(config: Config) -> Iterator[str]:
     found = {
         "several processes": jax.process_count() > 1,
         "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
-        f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "ours",
+        f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
         "endpoint.outsiders": c.endpoint.outsiders,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,

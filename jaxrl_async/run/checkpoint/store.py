@@ -25,6 +25,7 @@ import yaml
 from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
+from jaxrl_async.config.changes import changes
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
@@ -518,11 +519,10 @@ def changed_keys(before: str, after: str) -> list[str]:
     """Return the dotted keys whose values differ between two YAML configurations, with both."""
     old, new = (flattened(yaml.safe_load(text) or {}) for text in (before, after))
     return [
-        f"{key} {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-        and not key.startswith(STARTED_BY)
-        and not (_is_handed_over(old.get(key)) and _is_handed_over(new.get(key)))
+        f"{one.name} {one.before} -> {one.now}"
+        for one in changes(old, new)
+        if not one.name.startswith(STARTED_BY)
+        and not (_is_handed_over(one.before) and _is_handed_over(one.now))
     ]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.metrics.health import HEALTH_VARIABLE
 from jaxrl_async.metrics.spans import TRACE_VARIABLE
 from jaxrl_async.run.remote.pinning import Place
 from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
@@ -132,6 +133,7 @@ class LocalSamplers:
         command += ["--wait", f"{JOIN_S:g}"]
         command += ["--name", child.name, *(["--cores", cores] if cores else [])]
         environment = {**os.environ, **self.environment, **child.place.environment}
+        environment.pop(HEALTH_VARIABLE, None)  # the trainer answers at that address
         if self.traced:
             environment[TRACE_VARIABLE] = str((self.logs / f"{child.name}.trace.json").absolute())
         with self._lock, open(self.logs / f"{child.name}.log", "ab") as output:

@@ -16,9 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from jaxrl_async.config.schema import AxesSection, Config
-from jaxrl_async.errors import JoinRefused, RolloutError
+from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
+from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.profiling import MOST_SAMPLERS, keep_trace
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.remote.replica import RemoteReplica
 from jaxrl_async.sampler.request_checks import RequestCheck
@@ -32,7 +36,7 @@ from jaxrl_async.wire.address import (
     write_join_file,
 )
 from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.messages import Hello, Leave, Prepared, Welcome
+from jaxrl_async.wire.messages import Hello, Leave, Prepared, Profile, Profiled, Welcome
 from jaxrl_async.wire.session import WireLimits, WireSession
 from jaxrl_async.wire.tls import TlsFiles
 
@@ -124,6 +128,8 @@ class Members:
         self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
         self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
+        self._profiled: dict[str, set[int]] = {}  # steps that each is yet to send a trace of
+        self._folder: Path | None = None  # the run's
         self._made, self._known = made, ExitStack()
         remote = invitation.config.remote
         self._patience_s = remote.silence_s * PATIENCE
@@ -145,6 +151,7 @@ class Members:
     def announce(self, folder: Path) -> None:
         """Write the address, and the secret if the run has made it, into the run's folder, and say
         the address on the log."""
+        self._folder = folder
         write_join_file(folder, self.address, self._invitation.config.run.name, self._made)
         log.info("samplers join at %s", self.address)
 
@@ -177,6 +184,31 @@ class Members:
                     "start them with `python -m jaxrl_async.sample --join HOST:PORT` (here it was "
                     f"{self.address}), or look at their output."
                 )
+
+    def profile(self, step: int, *, on: bool) -> None:
+        """Have the first MOST_SAMPLERS samplers take a trace of a step, or end it and send it. One
+        whose connection is full takes none: the trainer does not wait for it."""
+        with self._changed:
+            drawing = sorted(self._drawing)
+            if on:
+                names = drawing[:MOST_SAMPLERS]
+                for name in names:
+                    self._profiled.setdefault(name, set()).add(step)
+            else:
+                names = [n for n in drawing if step in self._profiled.get(n, ())]
+            sessions = [self._joined[name][0] for name in names]
+        if on and len(drawing) > len(names):
+            log.info("profile: step %d of %d samplers of %d", step, len(names), len(drawing))
+        for name, session in zip(names, sessions, strict=True):
+            try:
+                if session.send_now(Profile(step=step, on=on)):
+                    continue
+                why = "its connection is full"
+            except Disconnected as error:
+                why = str(error)
+            log.warning("profile: step %d of %s is not traced: %s", step, name, why)
+            with self._changed:
+                self._profiled[name].discard(step)
 
     def begin_close(self) -> None:
         """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
@@ -213,6 +245,7 @@ class Members:
             count=self._count,
         )
         session.on(Prepared, lambda prepared: self._admit(session, hello, prepared, replica))
+        session.on(Profiled, lambda profiled: self._take_trace(hello.name, profiled))
         log.info("%s joins (process %d on %s)", hello.name, hello.process, hello.host or "?")
         return welcome
 
@@ -247,6 +280,25 @@ class Members:
         end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
         replica.draws_from(lambda: end.live_version)
         end.on_entered(lambda: self._seat(session, hello, replica))
+
+    def _take_trace(self, name: str, profiled: Profiled) -> None:
+        """Write a trace that a sampler was asked for. Raises RolloutError for any other."""
+        with self._changed:
+            asked = self._profiled.get(name, set())
+            if profiled.step not in asked:
+                raise RolloutError(f"it sends a trace of step {profiled.step}: none was asked for")
+            asked.discard(profiled.step)
+        if profiled.error:
+            log.warning(
+                "profile: step %d of %s has no trace: %s", profiled.step, name, profiled.error
+            )
+            return
+        files = {suffix: profiled.files.get(suffix) for suffix in SUFFIXES}
+        if any(getattr(data, "dtype", None) != np.uint8 for data in files.values()):
+            raise RolloutError(f"its trace of step {profiled.step} is not a pair of files")
+        whole = {suffix: np.asarray(data).tobytes() for suffix, data in files.items()}
+        if self._folder is not None:
+            keep_trace(self._folder, profiled.step, sampler_process(name), whole)
 
     def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)

@@ -21,7 +21,7 @@ from jaxrl_async.mesh import (
     check_collective,
     have_threads_for_collectives,
     make_mesh,
-    skip_absent_tpu,
+    skip_absent_accelerators,
     spans_processes,
 )
 from jaxrl_async.model.frozen_base import form_of
@@ -31,6 +31,7 @@ from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import Session
+from jaxrl_async.run.builders.device_memory import check_sampler_fits
 from jaxrl_async.run.builders.samplers import (
     sampler_settings,
     sent_once,
@@ -72,6 +73,7 @@ class SamplerParts:
             one_thread=uses_one_thread(self.mesh, colocated=False),
             followers=followers,
         )
+        check_sampler_fits(self.config, self.spec, self.mesh)
         return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)
 
     def receiver(
@@ -169,7 +171,7 @@ def check_code(welcome: Welcome, secret: bytes) -> None:
 def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     """Ask JAX's CPU backend, before its first use, for this process's part of a slice; without
     effect if an accelerator is the default backend."""
-    skip_absent_tpu()
+    skip_absent_accelerators()
     needed = math.prod(axes.values())
     if needed > 1:
         have_threads_for_collectives()

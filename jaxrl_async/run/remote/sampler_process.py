@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,8 +20,11 @@ import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.metrics.health import Progress, checked_health
 from jaxrl_async.metrics.json_logs import add_labels
-from jaxrl_async.run.builders.program_cache import verify_compiled_programs
+from jaxrl_async.private_folder import private_folder
+from jaxrl_async.run.builders.devices import keep_compiled_programs
+from jaxrl_async.run.builders.program_cache import keep_used
 from jaxrl_async.run.remote.sampler_parts import (
     check_code,
     claim_sampler_devices,
@@ -46,6 +50,10 @@ LOOK_S = 0.1
 """How often a sampler looks whether it was asked to stop, seconds."""
 BEAT_S = 0.5
 """Longest time between two reports of the statistics, seconds."""
+
+
+PROGRAMS = "programs"
+"""Folder of compiled programs (private_folder), unless JAX_COMPILATION_CACHE_DIR names one."""
 
 
 class Outcome(StrEnum):
@@ -84,7 +92,9 @@ def run_sampler(joining: Joining) -> int:
     Raises JoinRefused if the trainer says no, Disconnected if none answers within wait_s, and what
     building a sampler raises.
     """
-    verify_compiled_programs()
+    programs = private_folder(PROGRAMS)
+    keep_used(programs)
+    keep_compiled_programs(programs)
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
     instance = secrets.token_hex(8)
     with Stop() as stop:
@@ -183,13 +193,22 @@ def _serve(
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
-    with only_new_garbage():
+    check = Progress(
+        lambda: _progress(sampler), config.faults.sampler_hang_s, time.monotonic, "the sampler"
+    )
+    with only_new_garbage(), checked_health(check):
         while not server.over.wait(LOOK_S):
             if stop.is_set():
                 server.leave(f"{stop.reason}: the machine is needed for something else")
                 return Outcome.STOPPED
     log.info("the session has ended: %s", server.reason)
     return Outcome.FINISHED if server.dismissed else Outcome.LOST
+
+
+def _progress(sampler: Sampler) -> tuple[int, bool]:
+    """Return the number of its blocks, and whether it has requests."""
+    stats = sampler.stats()
+    return stats.blocks, stats.in_flight + stats.waiting > 0
 
 
 def _own_sampler(

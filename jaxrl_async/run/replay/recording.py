@@ -30,6 +30,7 @@ import jax
 
 import jaxrl_async
 from jaxrl_async.buffer.replay import ReplayBuffer
+from jaxrl_async.config.changes import changes
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ReplayError
@@ -225,18 +226,13 @@ def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None
             f"{header['version']}: what it had in flight then is not in the file, so it cannot be "
             "replayed. Replay a recording that begins at version 0."
         )
-    recorded, current = header["config"], recorded_settings(config)
-    other = sorted(
-        name
-        for name in recorded.keys() | current.keys()
-        if recorded.get(name, "not there") != current.get(name, "not there")
-    )
+    other = list(changes(header["config"], recorded_settings(config)))
     if other:
-        name = other[0]
+        first, names = other[0], [one.name for one in other]
         raise ReplayError(
             f"{path} was recorded with other settings than this run's, which could not follow it: "
-            f"{name} was {recorded.get(name, 'not there')} and is {current.get(name, 'not there')}"
-            f"{f' ({len(other)} differ: ' + ', '.join(other[:8]) + ')' if other[1:] else ''}. Give "
+            f"{first.name} was {first.before} and is {first.now}"
+            f"{f' ({len(names)} differ: ' + ', '.join(names[:8]) + ')' if names[1:] else ''}. Give "
             "the config.yaml beside the recording, with another run.name."
         )
     made_by = header_of(config, 0)["made_by"]

@@ -1,9 +1,9 @@
 """Compile ahead what requests can need, where that is a few programs known beforehand: where
 attention costs a row's own tokens (EngineSpec.in_pages), no width of context is a shape of its own.
 
-These are all programs but for prefills of prompts with images, and on a TPU for those of models
-with windows or gated delta nets: they are compiled as prompts come. Nothing runs, and only shapes
-are needed: JAX finds what was compiled when it is first called.
+These are all programs except prefills of prompts with images, and on a TPU or GPU prefills of
+models with gated delta nets, on a TPU also with windows: they are compiled as prompts come. Nothing
+runs, and only shapes are needed: JAX finds what was compiled when it is first called.
 """
 
 from collections.abc import Callable, Iterator, Sequence

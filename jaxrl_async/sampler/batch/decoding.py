@@ -90,7 +90,7 @@ def context_widths(spec: EngineSpec) -> tuple[int, ...]:
     ascending: for all that there can be; on a TPU also for half of those that the kernel reads at
     once, of which it would read the rest in vain."""
     most, few = spec.num_pages(spec.max_length), MAX_RAGGED_PAGES // 2
-    return (most,) if spec.cpu_attention or most <= few else (few, most)
+    return (few, most) if spec.pads_pages and most > few else (most,)
 
 
 def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) -> AnyArray:
@@ -109,7 +109,7 @@ def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) 
 @partial(jax.jit, static_argnums=0)
 def _read_kv(spec: EngineSpec, kv: cache.PagedKV, tables: AnyArray) -> tuple[AnyArray, AnyArray]:
     of_groups = [tables[:, g] for g in range(tables.shape[1])]
-    context = cache.gather(kv, spec.kv_layout, of_groups, spec.model.head_dim)
+    context = cache.gather(kv, spec.kv_layout, of_groups, spec.model.cached_shape[2])
     keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
     values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
     return keys, values

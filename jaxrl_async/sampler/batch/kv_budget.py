@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.kv_layout import KvLayout
+from jaxrl_async.sampler.batch.shapes import steps_of_half
 
 STORE_SHARE = 0.25
 """Extra pages for the prefix store if no budget is given, as a share of those of the slots."""
@@ -23,6 +24,7 @@ class MemoryPlan:
     layout: KvLayout
     block: int  # decode steps for which a sequence needs pages ahead
     places_bytes: int = 0  # of the places for adapters, on all devices
+    copy_bytes: int = 0  # of copies of pages that a decode block works on at most; 0: on none
 
     @property
     def kv_bytes(self) -> int:
@@ -46,6 +48,7 @@ def plan_memory(
     budget_bytes: int | None,
     places_bytes: int = 0,
     state_bytes: int = 0,
+    copies: bool = False,
 ) -> MemoryPlan:
     """Return how many pages fit a budget, and how many slots to use them with.
 
@@ -62,6 +65,7 @@ def plan_memory(
             can hold max_length tokens, and the prefix store gets a quarter on top.
         places_bytes: what the places for adapters take.
         state_bytes: what one slot takes beside its pages, of gated delta nets.
+        copies: decoding works on copies of pages, which come on top of the budget.
 
     Raises ConfigError if not even one sequence of max_length fits: it could never finish.
     """
@@ -97,6 +101,7 @@ def plan_memory(
             pages -= -(-(slots + int(slots * reserve_share) - 1) * state_bytes // page_bytes)
             pages = max(pages, longest)
         reserve = int(slots * reserve_share)
+    columns = _copied_columns(layout, max_length, page_tokens, block) if copies else 0
     return MemoryPlan(
         slots=slots,
         reserve=reserve,
@@ -106,4 +111,15 @@ def plan_memory(
         layout=layout,
         block=block,
         places_bytes=places_bytes,
+        copy_bytes=slots * columns * token_bytes,
     )
+
+
+def _copied_columns(layout: KvLayout, max_length: int, page_tokens: int, block: int) -> int:
+    """Return for how many tokens of each row a block has copies, all layers together, if one row is
+    as long as it may be: as many as that one has, or as its window, and those that it samples."""
+    whole = steps_of_half(-(-max_length // page_tokens))
+    pages = {
+        g: min(whole, g.pages_behind(page_tokens) + 1) if g.window else whole for g in layout.groups
+    }
+    return sum(len(g.layers) * (n * page_tokens + block) for g, n in pages.items())

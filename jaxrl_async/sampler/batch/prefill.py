@@ -120,11 +120,14 @@ def chunks_of(
 def _divided(
     planned: Sequence[Part], sizes: Sequence[Sizes], spec: EngineSpec
 ) -> Iterator[tuple[Sequence[Part], Sizes]]:
-    """Divide what is prefilled in a round among programs of these sizes (prefill_sizes)."""
+    """Divide what is prefilled in a round among programs of these sizes (prefill_sizes). Where
+    layers have a window a prompt is not divided: its pages hold what its last token in the round
+    sees, not what any other does."""
     of_tokens, rows = {s.tokens: s for s in sizes}, sizes[0].rows
     counts, most = [count for _, count in planned], sizes[-1].tokens
     if not spec.cpu_attention:
-        for run, tokens in shapes.filled(counts, rows, list(of_tokens)):
+        runs = shapes.whole_runs if any(spec.windows) else shapes.filled
+        for run, tokens in runs(counts, rows, list(of_tokens)):
             yield [(planned[i][0], count) for i, count in run], of_tokens[tokens]
         return
     for neighbours in shapes.divided(counts, rows, most):
@@ -141,8 +144,10 @@ def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
     budget = min(budget, spec.total_slots * spec.max_length)
     if spec.cpu_attention:
         return [Sizes(rows, 1, tokens, width) for tokens in shapes.coarse_buckets(budget)]
-    rows = min(rows, sequences_in_a_call(width + spec.model.sinks))
-    return [Sizes(rows, 1, tokens, width) for tokens in shapes.filled_buckets(budget)]
+    if not spec.gpu_pages:
+        rows = min(rows, sequences_in_a_call(width + spec.model.sinks))
+    factor = 2 if any(spec.windows) else 4  # prompts that are not divided fill less
+    return [Sizes(rows, 1, tokens, width) for tokens in shapes.filled_buckets(budget, factor)]
 
 
 def _by_bucket(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:

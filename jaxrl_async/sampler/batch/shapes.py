@@ -77,12 +77,12 @@ def coarse_bucket(tokens: int, most: int) -> int:
     return most if tokens <= most < bucket else bucket
 
 
-def filled_buckets(most: int) -> list[int]:
+def filled_buckets(most: int, factor: int = 4) -> list[int]:
     """Return for how many packed tokens programs are compiled where padding costs as much as
     tokens do, ascending: 128, 512, 2048, ..., below `most`, and that."""
     found = [FILLED_TOKENS]
     while found[-1] < most:
-        found.append(4 * found[-1])
+        found.append(factor * found[-1])
     return [*found[:-1], most]
 
 
@@ -108,6 +108,19 @@ def filled(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator
             room -= taken
             first += not left[first]
         yield run, size
+
+
+def whole_runs(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator[FilledRun]:
+    """Divide sequences among programs as `filled`, none of them among several.
+
+    Args:
+        counts: new tokens of each sequence, at most the largest size.
+        rows: most sequences of a program.
+        buckets: its possible sizes, ascending.
+    """
+    for run in _runs(counts, rows, buckets[-1]):
+        size = next(b for b in buckets if b >= sum(counts[run]))
+        yield [(i, counts[i]) for i in range(run.start, run.stop)], size
 
 
 def divided(counts: Sequence[int], rows: int, most: int) -> list[slice]:

@@ -19,8 +19,9 @@ from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.model.kernels import Scoring, sequences_in_a_call
+from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
+from jaxrl_async.model.tpu_pages import attend_wide_pages
 from jaxrl_async.sampler.device.arguments import (
     Block,
     DecodeArgs,
@@ -30,6 +31,7 @@ from jaxrl_async.sampler.device.arguments import (
 )
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
+    draw_kernel,
     forward,
     of_tokens,
     ragged_kernel,
@@ -84,9 +86,8 @@ def generate(
     def one_step(loop: _Loop) -> _Loop:
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
-        new = sample(
-            loop.logits, loop.slot_params.controls, loop.slot_params.keys, loop.next_positions, mix
-        )
+        params, positions = loop.slot_params, loop.next_positions
+        new = sample(loop.logits, params.controls, params.keys, positions, mix, draw_kernel(spec))
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
 
@@ -156,7 +157,7 @@ def _context(
         recent_pages(tables[:, g, :context_pages], lengths, window, spec.page_tokens)[0]
         for g, window in enumerate(spec.windows)
     ]
-    return cache.gather(pages, spec.kv_layout, near, spec.model.head_dim, extra)
+    return cache.gather(pages, spec.kv_layout, near, spec.model.cached_shape[2], extra)
 
 
 def _take_over(
@@ -239,7 +240,9 @@ def _forward(
     weights = of_tokens(spec, weights, _running(spec, loop))
     keys, values = list(loop.kv.k), list(loop.kv.v)
     sinks = decoder.sinks_in(spec.model, weights.layers)
-    if spec.ragged:
+    if spec.gpu_pages:
+        attend = _attend_on_gpu(spec, loop, positions, keys, sinks)
+    elif spec.ragged:
         attend = _attend_pages(spec, loop, positions, keys, sinks)
     elif spec.cpu_attention:
         attend = _attend_on_cpu(spec, loop, (keys, values), sinks)
@@ -320,8 +323,9 @@ def _attend_pages(
     pages: list[Array],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages: each row writes into its own page, the kernel reads them, of
-    a layer with a window only those that hold it."""
+    """Return attention over the pages: each row writes into its own page, a kernel reads them, of a
+    layer with a window only those that hold it. JAX's kernel (kernels.ragged_paged) is the first
+    choice, one of our own (tpu_pages.py) takes wide heads and sinks within a window."""
     G = spec.page_tokens
     running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
@@ -338,10 +342,14 @@ def _attend_pages(
         pages[a] = cache.written(pages[a], k, v, written[:, g], positions % G)
         scoring = decoder.scoring_of(spec.model, kinds[i])
         table, begins = recent[g]
-        if scoring.window and sinks[i] is not None:
-            return _attend_recent(pages[a], recent[g], q, seen, scoring, sinks[i])
+        own = spec.on_tpu and (spec.wide_heads or (scoring.window and sinks[i] is not None))
         outs = []
         for rows in _in_calls(len(table), table.shape[1] + (sinks[i] is not None)):
+            if own:
+                lengths = (seen - begins + 1)[rows]
+                given = q[rows], pages[a], lengths, table[rows], scoring, sinks[i]
+                outs.append(attend_wide_pages(*given, mesh=spec.mesh))
+                continue
             begin, count = rows.start, rows.stop - rows.start
             outs.append(
                 kernel(
@@ -356,6 +364,33 @@ def _attend_pages(
                 )
             )
         return jnp.concatenate(outs)
+
+    return attend
+
+
+def _attend_on_gpu(
+    spec: EngineSpec,
+    loop: _Loop,
+    positions: Array,
+    pages: list[Array],
+    sinks: list[Array | None],
+) -> decoder.Attend:
+    """Return attention over the pages: each row writes into its own page, the kernel reads those
+    that the row sees."""
+    G, running = spec.page_tokens, _running(spec, loop)
+    written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
+    written = jnp.where(running[:, None], written, spec.pages)
+    tables = jnp.minimum(loop.tables, spec.pages - 1)
+    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+    rows = len(positions)
+    tokens = jnp.where(running, positions, 0) + 1  # a row that has ended reads one
+    each, count = jnp.arange(rows + 1, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        g, a = places[i]
+        pages[a] = cache.written(pages[a], k, v, written[:, g], positions % G)
+        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        return kernel(q, pages[a], tokens, tables[:, g], each, count, scoring, sinks[i])
 
     return attend
 
@@ -388,24 +423,6 @@ def _attend_on_cpu(
         return out
 
     return attend
-
-
-def _attend_recent(
-    pages: Array,
-    recent: tuple[Array, Array],
-    q: Array,
-    positions: Array,
-    scoring: Scoring,
-    sinks: Array | None,
-) -> Array:
-    """Attend to the window of a layer with sinks, which the kernel has not within a window: gather
-    its pages (recent_pages)."""
-    tables, begins = recent
-    keys, values = cache.pairs_of(pages, tables, q.shape[-1])
-    columns = jnp.arange(keys.shape[-1]) + begins[:, None]
-    own = positions[:, None]
-    visible = (columns <= own) & (columns > own - scoring.window)
-    return cache.attend_columns(q, keys, values, visible, scoring.cap, sinks)
 
 
 def _finish(

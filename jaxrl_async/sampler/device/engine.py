@@ -120,7 +120,10 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
     def of_pages(x: Any) -> NamedSharding:
-        return NamedSharding(mesh, spec_for(x.shape, axes, mesh, SAMPLER_RULES))
+        shape = x.shape
+        if spec.ragged:  # key and value of a head stay together
+            shape = (*shape[:2], max(1, shape[2] // 2), shape[3])
+        return NamedSharding(mesh, spec_for(shape, axes, mesh, SAMPLER_RULES))
 
     return replicated._replace(kv=jax.tree.map(of_pages, state.kv))
 

@@ -9,7 +9,9 @@ from jax.typing import DTypeLike
 
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
+from jaxrl_async.model.sink_pages import LANES
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.sampler.device.sampling_kernel import takes_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,12 @@ class EngineSpec:
     dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
     eight_bits: bool = False  # products of int8 with int8, by the CPU's own kernels
-    ragged: bool = False  # decode on the pages: with the TPU kernel, elsewhere its slow reference
+    ragged: bool = False  # decode on the pages: by a kernel for TPU or GPU, or a slow reference
     cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
     cpu_attention: bool = False  # decode on the pages, by a kernel of our own
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
+    on_gpu: bool | None = None  # the same
+    draws_by_kernel: bool | None = None  # tokens, the TPU's; None: as the devices take it
     one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
     room: AdapterRoom | None = None  # for adapters beside the base; None: for none
     keeps_routes: bool = False  # prefill and generate return each token's experts
@@ -38,11 +42,24 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        if self.on_tpu is None:
-            device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-            object.__setattr__(self, "on_tpu", device.platform == "tpu")
+        given = {"tpu": self.on_tpu, "gpu": self.on_gpu}
+        there = next((name for name, is_there in given.items() if is_there), None)
+        if there is None and None in given.values():
+            there = self._device.platform
+        for name, is_there in given.items():
+            if is_there is None:
+                object.__setattr__(self, f"on_{name}", there == name)
+        if self.draws_by_kernel is None:
+            takes = bool(self.on_tpu) and takes_kernel(self._device, self.model.vocab)
+            object.__setattr__(self, "draws_by_kernel", takes)
         if self.layout is None:
             object.__setattr__(self, "layout", layout_of(self.model.kinds))
+
+    @property
+    def _device(self) -> jax.Device:
+        """One of the engine's devices."""
+        device: jax.Device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return device
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -74,11 +91,29 @@ class EngineSpec:
         return self.ragged or self.cpu_attention
 
     @property
+    def gpu_pages(self) -> bool:
+        """Whether decoding reads the pages by the kernel for GPUs, which has all windows, heads and
+        sinks."""
+        return self.ragged and bool(self.on_gpu)
+
+    @property
+    def pads_pages(self) -> bool:
+        """Whether heads in pages are as wide as a TPU's register."""
+        return self.ragged and not self.on_gpu
+
+    @property
+    def wide_heads(self) -> bool:
+        """Whether heads are wider than a TPU's register."""
+        return self.model.head_dim > LANES
+
+    @property
     def prefills_in_pages(self) -> bool:
-        """Whether prompts without images are prefilled on the pages, too: where these hold all
-        tokens that a prompt's later ones see, so not where windows hide some before it ends, and
-        no states are carried along."""
-        return self.ragged and not any(self.windows) and not self.model.delta
+        """Whether prompts without images are prefilled on the pages, too: where no states are
+        carried along, and on a TPU where the pages hold all tokens that a prompt's later ones see,
+        so not where windows hide some before it ends, and heads are narrow enough for its
+        kernel."""
+        takes_all = self.gpu_pages or not (any(self.windows) or self.wide_heads)
+        return self.ragged and takes_all and not self.model.delta
 
     @property
     def has_few_prefills(self) -> bool:

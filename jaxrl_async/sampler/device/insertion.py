@@ -55,6 +55,7 @@ def empty_state(spec: EngineSpec) -> DecodeState:
             spec.page_tokens,
             spec.dtype,
             ragged=spec.ragged,
+            padded=spec.pads_pages,
         ),
         jnp.zeros((S, V), jnp.float32),
         SlotParams(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.mesh import SAMPLER_RULES
-from jaxrl_async.model import decoder
+from jaxrl_async.model import decoder, gpu_pages
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
@@ -16,12 +16,21 @@ from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.sampling import AnyArray
+from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
+from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
-    """Return what attends to the pages themselves where EngineSpec.ragged: kernels.ragged_paged."""
+    """Return what attends to the pages themselves where EngineSpec.ragged, by the arguments of
+    kernels.ragged_paged."""
+    if spec.on_gpu:
+        return partial(gpu_pages.attend_pages, mesh=spec.mesh)
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
+
+
+def draw_kernel(spec: EngineSpec) -> Kernel | None:
+    """Return the kernel that samples tokens on the engine's devices; None: XLA's programs do."""
+    return partial(drawn_by_kernel, mesh=spec.mesh) if spec.draws_by_kernel else None
 
 
 def forward(

@@ -40,6 +40,8 @@ def prefill(
     if spec.cpu_attention and chunk.images is None:
         assert kv is not None
         attend_one = _attend_new(spec, kv, chunk, sinks)
+    elif spec.gpu_pages and chunk.images is None:
+        attend_one = _attend_by_kernel(spec, _pages_of(spec, kv), chunk, sinks)
     else:
         attend_one = _attend_padded(spec, kv, chunk, sinks)
     nothing = jnp.zeros((chunk.token_ids.shape[0], 0, spec.model.head_dim), spec.dtype)
@@ -61,7 +63,7 @@ def prefill_in_pages(
     `chunk.tables`: by the kernel that decodes, so that no length is a shape of its own."""
     pages = list(kv.k)
     sinks = decoder.sinks_in(spec.model, weights.layers)
-    attend = _attend_written(spec, pages, chunk, sinks)
+    attend = _attend_by_kernel(spec, pages, chunk, sinks)
     logits, routes = _computed(spec, weights, chunk, attend)
     return Prefix(None, logits, routes), kv._replace(k=tuple(pages))
 
@@ -143,7 +145,7 @@ def _attend_padded(
             cache.recent_pages(tables[:, g], starts, window, spec.page_tokens)[0]
             for g, window in enumerate(spec.windows)
         ]
-        before = cache.gather(kv, spec.kv_layout, near, spec.model.head_dim)
+        before = cache.gather(kv, spec.kv_layout, near, spec.model.cached_shape[2])
     sights = {window: _sight(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -162,14 +164,27 @@ def _attend_padded(
     return attend
 
 
-def _attend_written(
+def _pages_of(spec: EngineSpec, kv: PagedKV | None) -> list[Array]:
+    """Return the pages, or pages that nothing reads."""
+    if kv is not None:
+        return list(kv.k)
+    layout = spec.kv_layout
+    empty = cache.init_pages(
+        spec.model, layout, 1, spec.page_tokens, spec.dtype, ragged=True, padded=spec.pads_pages
+    )
+    return list(empty.k)
+
+
+def _attend_by_kernel(
     spec: EngineSpec, pages: list[Array], chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
-    """Return attention that writes a layer's new tokens to its pages and reads them there, behind
-    those of the tokens before."""
-    assert chunk.cells is not None
-    lengths, (written, offsets) = _without_padding(chunk), chunk.cells
+    """Return attention by the kernel that decodes. With cells for them, a layer's new tokens are
+    written to its pages and read there, behind the earlier tokens. Without cells, and in layers
+    with a window, whose pages have only a part of them, they are read where they are."""
+    lengths, cells = _without_padding(chunk), chunk.cells
     tables = jnp.minimum(jnp.asarray(chunk.tables), spec.pages - 1)
+    if not tables.shape[2]:
+        tables = jnp.zeros((*tables.shape[:2], 1), jnp.int32)
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     begins_and_end = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     count = jnp.sum(lengths > 0, dtype=jnp.int32)[None]
@@ -177,8 +192,10 @@ def _attend_written(
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
-        pages[a] = cache.written(pages[a], k, v, written[g], offsets)
-        scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])
+        before, scoring = pages[a], decoder.scoring_of(spec.model, spec.model.kinds[i])
+        if cells is not None:
+            pages[a] = cache.written(before, k, v, jnp.asarray(cells.pages)[g], cells.offsets)
+        new = (cache.cells_of(before, k, v),) if scoring.window or cells is None else ()
         return kernel(
             q,
             pages[a],
@@ -188,6 +205,7 @@ def _attend_written(
             count,
             scoring,
             sinks[i],
+            *new,
         )
 
     return attend

@@ -4,7 +4,7 @@ Shapes: S slots, V vocabulary. Randomness is one uniform number per slot, keyed 
 and position), never by slot, neighbours or time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,13 @@ from jaxrl_async.types import Request
 AnyArray = Any
 """An array of a program: traced or on the device, or NumPy on its way there or back."""
 
+Kernel = Callable[..., tuple[Array, Array, Array]]
+"""sampling_kernel.drawn_by_kernel, on a mesh."""
 MASKED = -jnp.inf
+BLOCK = 128
+"""Most tokens of a block of `drawn`: the columns of a register of TPUs."""
+LOWEST = -(2**31)
+"""A rank below all numbers'."""
 
 
 class Controls(NamedTuple):
@@ -32,7 +38,7 @@ class Mix(NamedTuple):
     """The sampling that the requests of a block ask for together; static, so that a block computes
     nothing else."""
 
-    truncated: bool = False  # a request uses top-k, top-p or min-p: logits are sorted
+    truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
     extras: bool = False  # a request wants full_logprobs and kept
 
@@ -68,8 +74,15 @@ def sample(
     keys: Array,
     positions: Array,
     mix: Mix,
+    kernel: Kernel | None = None,
 ) -> SampledTokens:
-    """Draw a token for each slot.
+    """Sample a token for each slot: in tokens' order, the one in whose share of the probability the
+    slot's number falls; the first of the likeliest if it is greedy.
+
+    XLA's programs read the logits for the largest of each block of BLOCK tokens, for the blocks'
+    sums, and the block of the token once more; the log-prob, and the likeliest token, result from
+    the same. The TPU's kernel reads them once, truncation included. Their sums round differently,
+    so each machine samples by only one of them.
 
     Args:
         logits: [S, V] float32.
@@ -77,24 +90,33 @@ def sample(
         keys: [S, 2] uint32 key data.
         positions: [S] int32, position of the new token in its sequence.
         mix: the sampling that any slot asks for.
+        kernel: sampling_kernel.drawn_by_kernel where the devices take it; None: by XLA's programs.
     """
+    u = uniforms(keys, positions)
+    if kernel is not None:
+        numbers = [controls.temperature, controls.top_p, jnp.log(controls.min_p), u]
+        tokens, logprobs, least = kernel(
+            logits, jnp.stack(numbers, axis=1), controls.top_k[:, None], truncated=mix.truncated
+        )
+        return _with_extras(logits, tokens, logprobs, logits >= least[:, None], mix)
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
-        scaled = jnp.where(greedy[:, None], scaled, truncated_logits(scaled, controls))
-    logprobs = jax.nn.log_softmax(scaled, axis=-1)
-    tokens = inverse_cdf(jnp.exp(logprobs), uniforms(keys, positions))
-    if mix.greedy:
-        tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), tokens).astype(jnp.int32)
-    token_logprobs = _at(logprobs, tokens)
+        kept = likely(scaled, controls) | greedy[:, None]
+        scaled = jnp.where(kept, scaled, MASKED)
+    picks = greedy if mix.greedy else None
+    tokens, logprobs = drawn(scaled, u, picks)
+    return _with_extras(logits, tokens, logprobs, scaled > MASKED, mix)
+
+
+def _with_extras(
+    logits: Array, tokens: Array, logprobs: Array, kept: Array, mix: Mix
+) -> SampledTokens:
+    """Return sampled tokens with what the mix asks for."""
     if not mix.extras:
-        return SampledTokens(tokens, token_logprobs)
+        return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    return SampledTokens(tokens, token_logprobs, full, packed_bits(scaled > MASKED))
-
-
-def _at(values: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+    return SampledTokens(tokens, logprobs, full, packed_bits(kept & (logits > MASKED)))
 
 
 def packed_bits(mask: Array) -> Array:
@@ -104,26 +126,59 @@ def packed_bits(mask: Array) -> Array:
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def truncated_logits(logits: Array, controls: Controls) -> Array:
-    """Set temperature-scaled logits to -inf where top-k, then top-p, then min-p refuse the token;
-    ties stay.
+# ---- one token
 
-    top-p keeps the likeliest tokens up to and including the one that reaches the probability
-    (Holtzman et al. 2020, arXiv:1904.09751); min-p those at least min_p times as likely as the
-    likeliest (Nguyen et al. 2024, arXiv:2407.01082).
+
+def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, Array]:
+    """Return the token whose interval of the cumulated probabilities holds u, and its log-prob:
+    [S, V], [S] -> [S] int32, [S] float32. Never a token of probability 0.
+
+    Two levels, blocks and then the tokens of one, keep float32's error as small as in short sums.
+    greedy [S] bool: the rows whose token is the likeliest, the first of equals; None: no
+    row.
     """
-    V = logits.shape[-1]
-    ranked = -jnp.sort(-logits, axis=-1)
-    k = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, V), V)
-    floor = jnp.take_along_axis(ranked, (k - 1)[:, None], axis=-1)
-    kept = jnp.where(ranked >= floor, ranked, MASKED)
-    probabilities = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    top_p = controls.top_p[:, None]
-    in_nucleus = ((before < top_p) | (top_p >= 1)) & (kept > MASKED)  # their rounded sum may be 1
-    nucleus_floor = jnp.min(jnp.where(in_nucleus, kept, jnp.inf), axis=-1, keepdims=True)
-    likely_floor = ranked[:, :1] + jnp.log(controls.min_p)[:, None]
-    return jnp.where(logits >= jnp.maximum(nucleus_floor, likely_floor), logits, MASKED)
+    S, V = logits.shape
+    width = min(BLOCK, V)
+    blocks = jnp.pad(logits, ((0, 0), (0, -V % width)), constant_values=MASKED)
+    blocks = blocks.reshape(S, -1, width)
+    largest = jnp.max(blocks, axis=-1)
+    top = jnp.max(largest, axis=-1)
+    sums = jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
+    total, first = ends[:, -1], jnp.argmax(largest, axis=-1)
+    target = u * total
+    block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1), ends.shape[1] - 1)
+    block = jnp.where(_at(sums, block) > 0, block, first)  # rounding at an edge
+    before = jnp.where(block > 0, _at(ends, jnp.maximum(block - 1, 0)), 0.0)
+    if greedy is not None:
+        block = jnp.where(greedy, first, block)
+    inner = jax.lax.platform_dependent(blocks, block, tpu=_masked_block, default=_gathered_block)
+    odds = jnp.exp(inner - top[:, None])
+    passed = jnp.cumsum(odds, axis=-1) <= (target - before)[:, None]
+    within = jnp.minimum(jnp.sum(passed, axis=-1), width - 1)
+    likeliest = jnp.argmax(inner, axis=-1)
+    within = jnp.where(_at(odds, within) > 0, within, likeliest)
+    if greedy is not None:
+        within = jnp.where(greedy, likeliest, within)
+    logprobs = _at(inner, within) - top - jnp.log(total)
+    return (block * width + within).astype(jnp.int32), logprobs
+
+
+def _at(values: Array, places: Array) -> Array:
+    """Return values [S, n] at places [S]."""
+    return jnp.take_along_axis(values, places[:, None], axis=-1)[:, 0]
+
+
+def _gathered_block(blocks: Array, block: Array) -> Array:
+    """Return of [S, B, width] each row's block, [S, width]."""
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+
+
+def _masked_block(blocks: Array, block: Array) -> Array:
+    """Compute _gathered_block by reading all: a TPU gathers row by row, and each row takes as long
+    as reading thousands of tokens."""
+    mine = jnp.arange(blocks.shape[1]) == block[:, None]
+    return jnp.max(jnp.where(mine[:, :, None], blocks, MASKED), axis=1)
 
 
 def uniforms(keys: Array, positions: Array) -> Array:
@@ -136,25 +191,71 @@ def uniforms(keys: Array, positions: Array) -> Array:
     return jax.vmap(one)(keys, positions)
 
 
-def inverse_cdf(probabilities: Array, u: Array) -> Array:
-    """Return the token whose interval of the cumulated probabilities holds u: [S, V], [S] -> [S]
-    int32.
+# ---- truncation
 
-    Two levels (blocks of about sqrt(V), then within one), which costs one pass and keeps float32's
-    error at that of a short sum. Never gives a token of probability 0.
+
+def likely(logits: Array, controls: Controls) -> Array:
+    """Return [S, V] bool: the tokens that top-k, then top-p, then min-p leave of
+    temperature-scaled logits. Equal tokens are kept, or refused, together; tokens that cannot be
+    (MASKED) are refused even where fewer than k can.
+
+    top-k keeps a token if fewer than k are likelier. top-p keeps it if the likelier tokens of
+    top-k have less than that share of top-k's probability, so it keeps the likeliest up to and
+    including the token that reaches the share (Holtzman et al. 2020, arXiv:1904.09751). min-p keeps
+    tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
+
+    Nothing is sorted: the lowest logit that is kept is found by halving an interval of numbers with
+    32 bits (least_kept), exactly but for the rounding of sums of probabilities.
     """
-    S, V = probabilities.shape
-    width = 1 << max(0, (V - 1).bit_length() // 2)
-    padded = jnp.pad(probabilities, ((0, 0), (0, -V % width))).reshape(S, -1, width)
-    ends = jnp.cumsum(padded.sum(axis=-1), axis=-1)
-    target = u * ends[:, -1]
-    block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1), ends.shape[1] - 1)
-    start = jnp.where(
-        block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
-    )
-    inner = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
-    within = jnp.sum(jnp.cumsum(inner, axis=-1) <= (target - start)[:, None], axis=-1)
-    within = jnp.minimum(within, width - 1)
-    possible = jnp.take_along_axis(inner, within[:, None], axis=-1)[:, 0] > 0
-    within = jnp.where(possible, within, jnp.argmax(inner, axis=-1))  # rounding at an edge
-    return (block * width + within).astype(jnp.int32)
+    V = logits.shape[-1]
+    ranks = ranks_of(logits)
+    top, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, ranks))
+    lowest = jnp.full(best.shape, LOWEST)
+    k = controls.top_k[:, None]
+    floor = least_kept(
+        lambda over: jnp.sum(over, axis=-1, keepdims=True, dtype=jnp.int32),
+        ranks, jnp.where((k > 0) & (k < V), lowest, best), best, k,
+    )  # fmt: skip
+    floor = jnp.where((k > 0) & (k < V), floor, lowest)
+    odds = jnp.where(ranks >= floor, jnp.exp(logits - top), 0.0)
+    share = controls.top_p[:, None]
+    nucleus = least_kept(
+        lambda over: jnp.sum(jnp.where(over, odds, 0.0), axis=-1, keepdims=True),
+        ranks, jnp.where(share < 1, floor, best), best,
+        share * jnp.sum(odds, axis=-1, keepdims=True),
+    )  # fmt: skip
+    floor = jnp.where(share < 1, nucleus, floor)  # the rounded sum of a few may be all
+    likely_enough = logits >= top + jnp.log(controls.min_p)[:, None]
+    return (ranks >= floor) & likely_enough & (logits > MASKED)
+
+
+def ranks_of(numbers: Array) -> Array:
+    """Return int32 in the order of these float32; both zeros are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def least_kept(
+    measure: Callable[[Array], Array], ranks: Array, low: Array, high: Array, limit: Array
+) -> Array:
+    """Return the least number r of low..high [S, 1] for which measure(ranks > r) < limit, by 32
+    measurements, or none where each low is its high.
+
+    Args:
+        measure: what tokens [S, V] bool weigh together, [S, 1]; more tokens weigh no less.
+        ranks: [S, V] int32.
+        low: the least that it may be.
+        high: for which it holds.
+        limit: [S, 1].
+    """
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their sum may have 33 bits
+        holds = measure(ranks > middle) < limit
+        return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
+
+    def search(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        return jax.lax.fori_loop(0, 32, halve, bounds)
+
+    return jax.lax.cond(jnp.any(low < high), search, lambda bounds: bounds, (low, high))[1]

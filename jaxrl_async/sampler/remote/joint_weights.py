@@ -87,6 +87,13 @@ class OfferRelay:
         else:
             self._trainer.send(message)
 
+    def send_now(self, message: Any) -> bool:
+        """See ports.Session."""
+        if not isinstance(message, Staged | Torn | Live):
+            return self._trainer.send_now(message)
+        self.send(message)
+        return True
+
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session."""
         if kind is Offer:
@@ -239,6 +246,7 @@ def _summed(parts: Mapping[int, Staged]) -> Staged:
         seconds=max(part.seconds for part in parts.values()),
         source=own.source,
         base_bytes=sum(part.base_bytes for part in parts.values()),
+        fallbacks=sum(part.fallbacks for part in parts.values()),
     )
 
 

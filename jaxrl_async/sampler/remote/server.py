@@ -2,6 +2,7 @@
 
     │ wire │ ──Start, Cancel──> Sampler ──futures──> done ──one Answers for all──> │ wire │
     │      │ ──Ask──> asking thread: progress, save ────────────────────RemoteReply───> │      │
+    │      │ ──Profile──> asking thread: a trace of this process ──────Profiled──────> │      │
     │      │ ──Leave, or a signal──> what is drawn, between two blocks ─Leaving─> │      │
 
 Each request is answered or handed back, exactly once; what is cancelled is answered by a
@@ -21,8 +22,11 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 
+import numpy as np
+
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports import Session
+from jaxrl_async.profiling import MOST_SENT_BYTES, SAMPLER_S, ProcessTrace, ProfileError
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.remote.batching import send_all
 from jaxrl_async.sampler.sampler import Sampler
@@ -36,6 +40,8 @@ from jaxrl_async.wire.messages import (
     Died,
     Leave,
     Leaving,
+    Profile,
+    Profiled,
     RemoteFailure,
     RemoteReply,
     Start,
@@ -78,11 +84,13 @@ class ReplicaServer:
         self._completions: list[Completion] = []
         self._failures: list[RemoteFailure] = []
         self._replies: list[RemoteReply] = []
+        self._profiled: list[Profiled] = []
         self._tasks: deque[Callable[[], None]] = deque()  # for the asking thread
         self._leaves = False  # takes no more requests
         self._leaving: Leaving | None = None  # the last message
         self._next_beat_s = 0.0
         self._sent_swaps = 0  # in the last beat
+        self._trace: ProcessTrace | None = None  # under way; the asking thread's
 
     def start(self) -> None:
         """Take the session's requests from now on."""
@@ -91,6 +99,7 @@ class ReplicaServer:
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
         self._session.on(Ask, self._take_ask)
+        self._session.on(Profile, self._take_profile)
         self._session.on(Leave, self._take_leave)
         self._sender.start()
         self._asker.start()
@@ -168,6 +177,11 @@ class ReplicaServer:
             self._tasks.append(lambda: self._answer(message))
         self._asker.wake.set()
 
+    def _take_profile(self, message: Profile) -> None:
+        with self._lock:
+            self._tasks.append(lambda: self._profile(message))
+        self._asker.wake.set()
+
     def _take_leave(self, message: Leave) -> None:
         self.dismissed = True
         self.begin_to_leave(message.reason)
@@ -211,7 +225,8 @@ class ReplicaServer:
 
         consumes      answers of the sampler's thread and of the asking thread
         waits for     `wake`, the next beat, and the wire while too much is on it
-        produces      Answers, then Replies to what was asked before; Beat; Died or Leaving at last
+        produces      Answers, then Replies to what was asked before; Profiled; Beat; Died or
+                      Leaving at last
         on failure    the session has ended: `over` is set by the session
         """
         if self._sender.closed:
@@ -220,6 +235,7 @@ class ReplicaServer:
             completions, self._completions = self._completions, []
             failures, self._failures = self._failures, []
             replies, self._replies = self._replies, []
+            profiled, self._profiled = self._profiled, []
             leaving = self._leaving
         try:
             if completions:
@@ -228,6 +244,9 @@ class ReplicaServer:
             for reply in replies:
                 for _, error in send_all(self._session, [reply], lambda r: r[0]):
                     self._session.send(RemoteReply(number=reply.number, error=str(error)))
+            for trace in profiled:
+                for _, error in send_all(self._session, [trace], lambda t: t[0]):
+                    self._session.send(replace(trace, files={}, error=str(error)))
             died = self._sampler.error
             if died is not None:
                 blamed = tuple(self._sampler.blamed)
@@ -284,6 +303,8 @@ class ReplicaServer:
                     return math.inf
                 task = self._tasks.popleft()
             task()
+        if self._trace is not None:
+            self._trace.drop()
         return None
 
     def _answer(self, ask: Ask) -> None:
@@ -298,6 +319,29 @@ class ReplicaServer:
             reply = RemoteReply(number=ask.number, error=f"{type(error).__name__}: {error}")
         with self._lock:
             self._replies.append(reply)
+        self._sender.wake.set()
+
+    def _profile(self, message: Profile) -> None:
+        """Begin the trace of a step, or end it and have it sent."""
+        trace, self._trace = self._trace, None
+        try:
+            if message.on:
+                if trace is not None:
+                    trace.drop()
+                self._trace = ProcessTrace(SAMPLER_S)
+                return
+            if trace is None:
+                return  # it did not begin, which was reported
+            files = {k: np.frombuffer(v, np.uint8) for k, v in trace.files().items()}
+            if (size := sum(f.nbytes for f in files.values())) > MOST_SENT_BYTES:
+                raise ProfileError(
+                    f"the trace has {size / 2**20:.0f} MiB, and {MOST_SENT_BYTES >> 20} are sent"
+                )
+            profiled = Profiled(step=message.step, files=files)
+        except (ProfileError, OSError) as error:
+            profiled = Profiled(step=message.step, files={}, error=str(error))
+        with self._lock:
+            self._profiled.append(profiled)
         self._sender.wake.set()
 
     def _hand_back(self, reason: str) -> None:

@@ -3,7 +3,7 @@
 import { colorOf, draw, linesOf, shown } from "./charts.js";
 import { make } from "./elements.js";
 import { browse } from "./samples.js";
-import { ask, extentOf, report } from "./source.js";
+import { ask, extentOf, fileOf, report } from "./source.js";
 import { lanesOf } from "./spans.js";
 
 const EVERY_MS = 2000;
@@ -177,14 +177,28 @@ function bars(counts, none) {
 async function listIdentity() {
   const parts = [];
   for (const run of visible()) {
-    const { config, ...facts } = await ask("/api/identity", { run: run.name });
+    const { config, traces, ...facts } = await ask("/api/identity", { run: run.name });
     const list = document.createElement("dl");
     for (const [name, value] of Object.entries({ state: run.state, ...facts })) {
       list.append(make("dt", name), make("dd", value));
     }
-    parts.push(make("h2", run.name), list, make("pre", config ?? "no config.yaml"));
+    parts.push(make("h2", run.name), list, ...tracesOf(run, traces), make("pre", config ?? "no config.yaml"));
   }
   at("identity").replaceChildren(...parts);
+}
+
+function tracesOf(run, traces) {
+  if (!traces.length) return [];
+  const list = make("ul", null, "traces");
+  for (const { step, file, bytes } of traces) {
+    const item = make("li"), link = make("a", `step ${step}: ${file.split("/").at(-1)}`);
+    link.href = fileOf(run.name, file);
+    link.download = `step_${step}.${file.split("/").at(-1)}`;
+    item.append(link, make("span", ` ${(bytes / 2 ** 20).toFixed(1)} MiB`, "hint"));
+    list.append(item);
+  }
+  return [make("h3", "Traces of JAX's profiler"), list,
+    make("p", "Open them at https://ui.perfetto.dev, or all with: xprof --logdir RUN/profile", "hint")];
 }
 
 // ---- spans

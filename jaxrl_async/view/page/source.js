@@ -19,6 +19,12 @@ async function fetched(path, query = {}) {
   return reply.json();
 }
 
+/** Return the address of a file in a run's folder; a report lies in that folder. */
+export function fileOf(run, file) {
+  if (report) return file;
+  return `/file?${new URLSearchParams({ run, file, ...(token ? { token } : {}) })}`;
+}
+
 async function known(path, query = {}) {
   if (path === "/api/curves") return curvesOf(query);
   if (path === "/api/samples") return samplesOf(query);

@@ -4,9 +4,12 @@ Writers fill pieces and report them; the piece server reads whatever has arrived
 The trainer's own shards are an assembly in which everything has arrived.
 """
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.weights.manifest import Manifest
-from jaxrl_async.weights.remote.boxes import Box, contains, inside, intersection, volume
+from jaxrl_async.weights.remote.box_grid import BoxGrid
+from jaxrl_async.weights.remote.boxes import Box, common, contains, inside, intersection, volume
 from jaxrl_async.weights.remote.host_sums import MODULUS, host_sum
 from jaxrl_async.weights.remote.pieces import WeightPiece
 from jaxrl_async.weights.remote.seams import BASE
+from jaxrl_async.weights.remote.told import POLL_S, begin, result_of
 
-POLL_S = 0.1
-"""Longest single wait for a piece; conditions are looked at again after it, seconds."""
+log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""After a host copy that failed, seconds until the next is tried: the peer asks for every piece in
+turn, and a sampler fetches again no sooner (transfers.RETRY_S)."""
 MOST_SUMS = 1 << 16
 """Most checksums of pieces that are kept: nobody can fill the memory with boxes of his own."""
 
@@ -30,6 +37,11 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
     """Return the unsigned integer of a dtype's size: NumPy copies its own types many times as fast
     as bfloat16."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+
+def on_host(data: Any, dtype: str) -> NDArray[Any]:
+    """Return a device's array in host memory, as raw_dtype; on a CPU it is the same memory."""
+    return np.asarray(data).view(raw_dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,8 @@ class Assembly:
         for part in parts:
             self._parts[part.array].append(part)
         self._arrived: list[dict[Box, int]] = [{} for _ in manifest.entries]  # box -> checksum
+        self._grids = [BoxGrid(shape, dtype) for _, shape, dtype in manifest.entries]  # of those
+        self._left = [sum(volume(p.box) for p in held) for held in self._parts]  # elements
         self._sums: dict[tuple[int, Box], int] = {}  # of pieces of a complete one
         self._complete = False
         self._changed = threading.Condition()
@@ -61,8 +75,7 @@ class Assembly:
     def complete(cls, manifest: Manifest, parts: Sequence[Part]) -> "Assembly":
         """Make an assembly of shards that are all there."""
         made = cls(manifest, parts)
-        for part in parts:
-            made._arrived[part.array][part.box] = 0
+        made._left = [0] * len(manifest.entries)
         made._complete = True
         return made
 
@@ -106,6 +119,9 @@ class Assembly:
     def arrived(self, piece: WeightPiece, checksum: int) -> None:
         """Report a piece whose contents, with this checksum, are in place."""
         with self._changed:
+            if piece.box not in self._arrived[piece.array]:
+                self._grids[piece.array].add(piece.box)
+                self._left[piece.array] -= volume(piece.box)
             self._arrived[piece.array][piece.box] = checksum
             self._progress_at = time.monotonic()
             self._changed.notify_all()
@@ -131,7 +147,9 @@ class Assembly:
         """Take arrays for not arrived: they were torn."""
         with self._changed:
             for array in arrays:
+                self._left[array] += sum(map(volume, self._arrived[array]))
                 self._arrived[array].clear()
+                self._grids[array].clear()
 
     def give_up(self) -> None:
         """Tell readers that nothing more arrives."""
@@ -161,11 +179,11 @@ class Assembly:
         shape = self._manifest.entries[array][1] if array < len(self._manifest.entries) else None
         if shape is None or len(box) != len(shape) or not _is_within(box, shape):
             raise ValueError(f"no such piece: array {array}, {list(box)}")
-        if sum(_common(part.box, box) for part in self._parts[array]) != volume(box):
+        if sum(common(part.box, box) for part in self._parts[array]) != volume(box):
             return None
         while True:
             with self._changed:
-                if sum(_common(b, box) for b in self._arrived[array]) == volume(box):
+                if self._is_here(array, box):
                     break
                 if self._given_up or time.monotonic() - self._progress_at > patience_s:
                     return None
@@ -173,8 +191,15 @@ class Assembly:
             waiting()
         return self._gathered(array, box)
 
+    def _is_here(self, array: int, box: Box) -> bool:
+        """Return whether all of a box within the shards here has arrived. Under the lock, and for
+        each piece that is passed on: no look at all that have arrived."""
+        if box in self._arrived[array] or not self._left[array]:
+            return True
+        return self._grids[array].covered(box) == volume(box)
+
     def _gathered(self, array: int, box: Box) -> NDArray[Any]:
-        parts = [part for part in self._parts[array] if _common(part.box, box)]
+        parts = [part for part in self._parts[array] if common(part.box, box)]
         if len(parts) == 1:
             return np.ascontiguousarray(parts[0].data[inside(box, parts[0].box)])
         whole = np.empty([b - a for a, b in box], raw_dtype(self._manifest.entries[array][2]))
@@ -185,14 +210,44 @@ class Assembly:
         return whole
 
 
+class OnDemand:
+    """A version whose host copy is made when a sampler asks for a piece of it: it came, or goes,
+    from device to device. Thread safe."""
+
+    def __init__(self, make: Callable[[], Assembly | None]) -> None:
+        """make: copies it to the host; None: its arrays are gone."""
+        self._make, self._lock = make, threading.Lock()
+        self._made: Future[Assembly | None] | None = None
+        self._again_s = -math.inf  # a copy that failed is tried again from then on
+
+    def get(self, waiting: Callable[[], None]) -> Assembly | None:
+        """Return the host copy; None: it cannot be made. waiting: see Assembly.read."""
+        with self._lock:
+            if self._made is None:
+                if time.monotonic() < self._again_s:
+                    return None
+                self._made = begin(self._copy, "host copy")
+            made = self._made
+        return result_of(made, waiting)
+
+    def _copy(self) -> Assembly | None:
+        try:
+            return self._make()
+        except Exception as error:  # arrays that were deleted meanwhile, or no memory
+            log.warning("weights on devices cannot be copied to the host: %s", error)
+            with self._lock:
+                self._made, self._again_s = None, time.monotonic() + AGAIN_S
+            return None
+
+
 class Holdings:
-    """The versions that this process can hand out, complete or arriving. Thread safe."""
+    """The versions that this process can hand out, complete, arriving or on demand. Thread safe."""
 
     def __init__(self) -> None:
-        self._assemblies: dict[int, Assembly] = {}
+        self._assemblies: dict[int, Assembly | OnDemand] = {}
         self._changed = threading.Condition()
 
-    def add(self, version: int, assembly: Assembly) -> None:
+    def add(self, version: int, assembly: Assembly | OnDemand) -> None:
         """Hand out a version from now on."""
         with self._changed:
             self._assemblies[version] = assembly
@@ -202,7 +257,7 @@ class Holdings:
         """Hand a version out no more. Idempotent."""
         with self._changed:
             assembly = self._assemblies.pop(version, None)
-        if assembly is not None:
+        if isinstance(assembly, Assembly):
             assembly.give_up()
 
     def keep(self, version: int) -> None:
@@ -211,10 +266,10 @@ class Holdings:
             self.remove(other)
 
     @property
-    def versions(self) -> Mapping[int, Assembly]:
+    def versions(self) -> tuple[int, ...]:
         """All versions that are handed out."""
         with self._changed:
-            return dict(self._assemblies)
+            return tuple(self._assemblies)
 
     def find(self, version: int, patience_s: float, waiting: Callable[[], None]) -> Assembly | None:
         """Return a version; wait for one that is newer than all that are here. None: not here.
@@ -227,18 +282,16 @@ class Holdings:
         deadline = time.monotonic() + patience_s
         while True:
             with self._changed:
-                if version in self._assemblies:
-                    return self._assemblies[version]
-                if any(v > version for v in self._assemblies) or time.monotonic() > deadline:
-                    return None
-                self._changed.wait(POLL_S)
+                found = self._assemblies.get(version)
+                if found is None:
+                    newer = any(v > version for v in self._assemblies)
+                    if newer or time.monotonic() > deadline:
+                        return None
+                    self._changed.wait(POLL_S)
+            if found is not None:
+                return found.get(waiting) if isinstance(found, OnDemand) else found
             waiting()
 
 
 def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
     return all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True))
-
-
-def _common(one: Box, other: Box) -> int:
-    both = intersection(one, other)
-    return 0 if both is None else volume(both)

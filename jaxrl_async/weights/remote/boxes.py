@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
@@ -34,6 +35,12 @@ def intersection(one: Box, other: Box) -> Box | None:
     return both if all(start < stop for start, stop in both) else None
 
 
+def common(one: Box, other: Box) -> int:
+    """Return the number of elements that both boxes have."""
+    both = intersection(one, other)
+    return 0 if both is None else volume(both)
+
+
 def inside(inner: Box, outer: Box) -> tuple[Any, ...]:
     """Return the index of a box within the array of another box that contains it; it gives a view,
     of a scalar, too."""
@@ -60,3 +67,14 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     for first in range(start, stop, rows):
         part = (first, min(first + rows, stop))
         yield from cut((*box[:axis], part, *box[axis + 1 :]), most)
+
+
+def distinct_shards(params: Any) -> list[tuple[int, Box, Any]]:
+    """Return (array, box, its data on a device) of every distinct shard of this process."""
+    shards = []
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        boxes: dict[Box, Any] = {}
+        for shard in leaf.addressable_shards:
+            boxes.setdefault(box_of(shard.index, leaf.shape), shard.data)
+        shards += [(number, box, data) for box, data in boxes.items()]
+    return shards

@@ -1,10 +1,15 @@
 """Weights from device to device between processes, with jax.experimental.transfer.
 
-    sampler ──asks for a piece, over its guarded connection──> trainer: publishes it once
-            <──────────────── a random number that fits one pull ──┘
-            ──pulls by that number, its own device's memory──> jax's transfer server
+    sampler ──names its pieces, over its guarded connection──> trainer: publishes all of them once
+            <────── a random number that fits one pull, and each piece's checksum ───┘
+            ──pulls by that number, its own devices' memory──> jax's transfer server
+            ──checksums on its devices──> the same? ──> put together there
 
-JAX's server knows no secret: the numbers, which only a guarded connection learns, stand for it. It
+No byte comes to a host's memory on either side, where JAX's transport needs none. A shard that a
+sampler needs whole is published as it is; others are cut on the trainer's devices, once for all
+samplers that want the same part at a time.
+
+JAX's server knows no secret: the numbers, which only a guarded connection gets, replace it. It
 has no timeouts that fire either; hence whoever waits looks, and breaks the connection when nothing
 comes. The caller compares manifests first: JAX checks sizes only, and another layout of the same
 size would be taken in silence.
@@ -16,8 +21,10 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_async.errors import WeightsError
+from jaxrl_async.weights.checksum import PartSums
 from jaxrl_async.weights.manifest import Manifest
 from jaxrl_async.weights.remote.boxes import Box, contains, inside
 from jaxrl_async.weights.remote.piece_protocol import PeerError
@@ -43,6 +51,8 @@ WHOLE = 1 << 62
 
 Shards = Mapping[tuple[int, Box], Any]
 """Single-device arrays by (array, box)."""
+Shapes = Sequence[tuple[int, ...]]
+"""Of all whole arrays."""
 
 
 def start_transfer_server(host: str) -> Any:
@@ -59,37 +69,89 @@ def start_transfer_server(host: str) -> Any:
 
 
 class DevicePublisher:
-    """The trainer's side: shards on devices, published piece by piece when asked. Thread safe."""
+    """The trainer's side: shards on devices, published when asked. Thread safe."""
 
     def __init__(self, host: str) -> None:
         self._server = start_transfer_server(host)
-        self._versions: dict[int, Shards] = {}
+        self._versions: dict[int, _Published] = {}
         self._lock = threading.Lock()
         self.address = str(self._server.address())
         """HOST:PORT of JAX's server."""
 
-    def add(self, version: int, shards: Shards) -> None:
-        """Keep a version's shards, which must not change, until it is removed."""
+    def add(
+        self,
+        version: int,
+        shards: Shards,
+        sums: Mapping[tuple[int, Box], int],
+        shapes: Shapes,
+    ) -> None:
+        """Keep a version's shards, which must not change, until it is removed.
+
+        sums: their checksums (weights.checksum).
+        shapes: of all whole arrays.
+        """
         with self._lock:
-            self._versions[version] = shards
+            self._versions[version] = _Published(shards, sums, shapes)
 
     def remove(self, version: int) -> None:
         """Publish a version no more. Idempotent."""
         with self._lock:
             self._versions.pop(version, None)
 
-    def publish(self, version: int, array: int, box: Box) -> int | None:
-        """Publish a piece for one pull; return its number; None: it is not here."""
+    def publish(
+        self, version: int, pieces: Sequence[tuple[int, Box]]
+    ) -> tuple[int, list[int]] | None:
+        """Publish pieces, as (array, box), for one pull; return its number and their checksums, in
+        order; None: they are not all here. Waits until the devices have done it."""
         with self._lock:
-            shards = self._versions.get(version, {})
-        for (number, held), data in shards.items():
-            if number == array and len(held) == len(box) and contains(held, box):
-                piece = data if held == box else data[inside(box, held)]
-                uuid = secrets.randbits(62)
-                until = datetime.now() + timedelta(seconds=PUBLISHED_S)
-                self._server.await_pull(uuid, [piece], timeout=until)
-                return uuid
-        return None
+            published = self._versions.get(version)
+        cut = published and published.cut(pieces)
+        if not cut:
+            return None
+        arrays, checksums = cut
+        number = secrets.randbits(62)
+        until = datetime.now() + timedelta(seconds=PUBLISHED_S)
+        self._server.await_pull(number, arrays, timeout=until)
+        return number, checksums
+
+
+class _Published:
+    """One version's shards, and parts of them that are being pulled. Thread safe."""
+
+    def __init__(self, shards: Shards, sums: Mapping[tuple[int, Box], int], shapes: Shapes) -> None:
+        self._shards: dict[int, dict[Box, Any]] = {}
+        for (array, box), data in shards.items():
+            self._shards.setdefault(array, {})[box] = data
+        self._sums, self._shapes, self._lock = dict(sums), shapes, threading.Lock()
+        self._parts = weakref.WeakValueDictionary[tuple[int, Box], Any]()
+
+    def cut(self, pieces: Sequence[tuple[int, Box]]) -> tuple[list[Any], list[int]] | None:
+        """Return pieces on their devices, and their checksums; None: they are not all here. Waits
+        for the devices where a checksum is not known yet."""
+        with self._lock:
+            arrays = [self._part(array, box) for array, box in pieces]
+            if any(array is None for array in arrays):
+                return None
+            new = [n for n, piece in enumerate(pieces) if piece not in self._sums]
+            sums = PartSums(
+                [
+                    (arrays[n], [start for start, _ in pieces[n][1]], self._shapes[pieces[n][0]])
+                    for n in new
+                ]
+            )
+            self._sums |= zip((pieces[n] for n in new), sums.read(), strict=True)
+            return arrays, [self._sums[piece] for piece in pieces]
+
+    def _part(self, array: int, box: Box) -> Any:
+        held = self._shards.get(array, {})
+        if box in held:
+            return held[box]
+        part = self._parts.get((array, box))
+        if part is None:
+            whole = next((h for h in held if len(h) == len(box) and contains(h, box)), None)
+            if whole is not None:
+                part = self._parts[array, box] = held[whole][inside(box, whole)]
+        return part
 
 
 class DevicePuller:
@@ -106,7 +168,7 @@ class DevicePuller:
         boxes: Sequence[Mapping[Box, Sequence[Any]]],
         stopped: Callable[[], str],
     ) -> dict[tuple[int, Box], list[Any]]:
-        """Return every shard of this process on each of its devices.
+        """Return every shard of this process on each of its devices, compared on them.
 
         Args:
             found: Where the pieces are.
@@ -114,11 +176,10 @@ class DevicePuller:
             boxes: For each array, its distinct boxes here and their devices.
             stopped: Says why to stop; "": go on.
 
-        Raises WeightsError if a piece does not come.
+        Raises WeightsError if a piece does not arrive, or arrives changed.
         """
         targets = [(number, box) for number, held in enumerate(boxes) for box in held]
         pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
-        device_of = {(n, box): boxes[n][box][0] for n, box in targets}
         target_of = {piece: _target(piece, targets) for piece in pieces}
         arrays: dict[WeightPiece, Any] = {}
         for number, holder in enumerate(found.holders):
@@ -127,20 +188,28 @@ class DevicePuller:
                 continue
             if not holder.device:
                 raise PeerError("the trainer does not offer transfers from its devices")
-            uuids = ask_to_publish(holder.address, found.version, asked, self._settings, stopped)
-            connection = self._connection(holder.device)
-            for piece, uuid in zip(asked, uuids, strict=True):
-                wanted = jax.ShapeDtypeStruct(
+            uuid, sums = ask_to_publish(
+                holder.address, found.version, asked, self._settings, stopped
+            )
+            wanted = [
+                jax.ShapeDtypeStruct(
                     [stop - start for start, stop in piece.box],
                     manifest.entries[piece.array][2],
-                    sharding=SingleDeviceSharding(device_of[target_of[piece]]),
+                    sharding=SingleDeviceSharding(_device(boxes, target_of[piece])),
                 )
-                arrays[piece] = connection.pull(uuid, [wanted])[0]
-            self._wait(holder.device, [arrays[piece] for piece in asked], stopped)
+                for piece in asked
+            ]
+            pulled = self._connection(holder.device).pull(uuid, wanted)
+            self._wait(holder.device, pulled, stopped)
+            _compare(asked, pulled, sums, manifest)
+            arrays |= zip(asked, pulled, strict=True)
+            del pulled  # what is put together frees its pieces: there is room for two sets alone
+        own: dict[tuple[int, Box], list[tuple[WeightPiece, Any]]] = {t: [] for t in targets}
+        for piece in pieces:
+            own[target_of[piece]].append((piece, arrays.pop(piece)))
         placed: dict[tuple[int, Box], list[Any]] = {}
         for target in targets:
-            own = [piece for piece in pieces if target_of[piece] == target]
-            shard = _put_together(target[1], [(piece, arrays[piece]) for piece in own])
+            shard = _put_together(target[1], own.pop(target))
             others = boxes[target[0]][target[1]][1:]
             placed[target] = [shard, *(jax.device_put(shard, device) for device in others)]
         return placed
@@ -173,18 +242,49 @@ class DevicePuller:
             raise PeerError(f"{address}: {error}") from None
 
 
+def _device(boxes: Sequence[Mapping[Box, Sequence[Any]]], target: tuple[int, Box]) -> Any:
+    return boxes[target[0]][target[1]][0]
+
+
+def _compare(
+    pieces: Sequence[WeightPiece], arrays: Sequence[Any], sent: Sequence[int], manifest: Manifest
+) -> None:
+    """Raise WeightsError if a piece's checksum, taken on its device here, is not the sent one."""
+    parts = [
+        (data, [start for start, _ in piece.box], manifest.entries[piece.array][1])
+        for piece, data in zip(pieces, arrays, strict=True)
+    ]
+    here = PartSums(parts).read()
+    wrong = [p for p, a, b in zip(pieces, here, sent, strict=True) if a != b]
+    if wrong:
+        raise WeightsError(
+            f"{len(wrong)} of {len(pieces)} pieces arrived changed, first of "
+            f"{manifest.entries[wrong[0].array][0]!r}"
+        )
+
+
 def _target(piece: WeightPiece, targets: Sequence[tuple[int, Box]]) -> tuple[int, Box]:
     return next(t for t in targets if t[0] == piece.array and contains(t[1], piece.box))
 
 
 def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, Any]]) -> Any:
     """Join the pieces of one shard, on their device."""
-    first = pieces[0][1]
     if len(pieces) == 1:
-        return first
-    shape = [stop - start for start, stop in box]
-    whole = jnp.zeros(shape, first.dtype, device=first.sharding)
-    for piece, data in pieces:
-        starts = [a - c for (a, _), (c, _) in zip(piece.box, box, strict=True)]
-        whole = jax.lax.dynamic_update_slice(whole, data, starts)
+        return pieces[0][1]
+    shape = tuple(stop - start for start, stop in box)
+    starts = tuple(
+        tuple(a - c for (a, _), (c, _) in zip(piece.box, box, strict=True)) for piece, _ in pieces
+    )
+    return _joined([data for _, data in pieces], shape, starts)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _joined(
+    pieces: Sequence[Any], shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...]
+) -> Any:
+    """Return an array of this shape, with the pieces at these places: one program, which writes
+    each byte once."""
+    whole = jnp.zeros(shape, pieces[0].dtype)
+    for data, start in zip(pieces, starts, strict=True):
+        whole = jax.lax.dynamic_update_slice(whole, data, start)
     return whole

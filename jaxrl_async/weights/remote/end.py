@@ -71,18 +71,26 @@ class RemoteEnd:
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
         """See outbox.Recipient."""
 
-        def work() -> None:
-            try:
-                self._session.send(offer)
-            except Disconnected as error:
-                log.info("%s was not offered version %d: %s", self.name, offer.version, error)
-            except Exception as error:
-                log.exception("%s could not be offered version %d", self.name, offer.version)
-                self._session.end(f"version {offer.version} could not be offered: {error}")
-            finally:
-                sent()
+        def wait() -> None:
+            self._sent(offer, self._session.send)
+            sent()
 
-        threading.Thread(target=work, name=f"offer to {self.name}", daemon=True).start()
+        if self._sent(offer, self._session.send_now):
+            sent()
+        else:  # there is no room: a separate thread waits for it
+            name = f"offer to {self.name}"
+            threading.Thread(target=wait, name=name, daemon=True).start()
+
+    def _sent(self, offer: Offer, send: Callable[[Offer], bool | None]) -> bool:
+        """Send an offer; return False if there was no room for it."""
+        try:
+            return send(offer) is not False
+        except Disconnected as error:
+            log.info("%s was not offered version %d: %s", self.name, offer.version, error)
+        except Exception as error:
+            log.exception("%s could not be offered version %d", self.name, offer.version)
+            self.give_up(f"version {offer.version} could not be offered: {error}")
+        return True
 
     def hold(self, version: int) -> None:
         """See outbox.Recipient."""
@@ -111,7 +119,7 @@ class RemoteEnd:
 
     def _on_staged(self, message: Staged) -> None:
         version = _checked(message.version)
-        least = min(message.num_bytes, message.base_bytes, message.seconds)
+        least = min(message.num_bytes, message.base_bytes, message.seconds, message.fallbacks)
         if not least >= 0:
             raise WeightsError(
                 f"{message.num_bytes} and {message.base_bytes} bytes in {message.seconds} s"
@@ -125,6 +133,7 @@ class RemoteEnd:
             base_bytes=message.base_bytes,
             seconds=message.seconds,
             source=message.source,
+            fallbacks=message.fallbacks,
         )
         if news:
             self._exchange.arrived(version)

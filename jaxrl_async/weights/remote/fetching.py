@@ -7,9 +7,11 @@ where ──plan──> pieces ──shared memory, folder, TCP──> assembly 
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,13 +19,22 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.manifest import compare, manifest_of
-from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
-from jaxrl_async.weights.remote.boxes import Box, boxes_here
+from jaxrl_async.weights.remote.assembly import (
+    Assembly,
+    Holdings,
+    OnDemand,
+    Part,
+    on_host,
+    raw_dtype,
+)
+from jaxrl_async.weights.remote.boxes import Box, boxes_here, distinct_shards, volume
 from jaxrl_async.weights.remote.bucket import FolderReader
 from jaxrl_async.weights.remote.buffers import BufferPool
 from jaxrl_async.weights.remote.device import DevicePuller
-from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
+from jaxrl_async.weights.remote.faster_way import DEVICE, TCP, FasterWay
+from jaxrl_async.weights.remote.host_sums import in_host_memory
 from jaxrl_async.weights.remote.piece_server import PieceServer
 from jaxrl_async.weights.remote.pieces import WeightPiece, plan_pieces
 from jaxrl_async.weights.remote.seams import BASE
@@ -35,6 +46,9 @@ log = logging.getLogger(__name__)
 
 MOST_REPEATS = 2
 """How often arrays that arrived torn are fetched anew, from the trainer, before it is an error."""
+DEVICE_SHARE = 0.5
+"""Share of remote.transfer_timeout_s in which a version must have come from device to device; TCP
+has the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +59,7 @@ class FetchedParams:
     num_bytes: int
     source: str
     compared: bool
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,7 @@ class FetchWays:
     folder: str | None = None  # remote.folder, from files in it; None: not so
     tcp: PullSettings | None = field(default_factory=PullSettings)  # None: not over TCP
     puller: DevicePuller | None = None  # tried first
+    trial: FasterWay | None = None  # of these two; None: the puller's always
     timeout_s: float = 300.0  # longest time for one version, seconds
 
 
@@ -88,6 +104,11 @@ class PieceFetching:
         leaves, self._structure = jax.tree.flatten(target)
         self._leaves = [(tuple(leaf.shape), leaf.dtype, leaf.sharding) for leaf in leaves]
         self._boxes = [boxes_here(sharding, shape) for shape, _, sharding in self._leaves]
+        self._num_bytes = sum(
+            volume(box) * np.dtype(dtype).itemsize
+            for (_, dtype, _), boxes in zip(self._leaves, self._boxes, strict=True)
+            for box in boxes
+        )
         self._holdings, self._server = holdings, server
         self._pool, self._reader = BufferPool(spare), SharedReader()
         self._files = FolderReader(ways.folder) if ways.folder is not None else None
@@ -109,11 +130,15 @@ class PieceFetching:
         if found.version != version:
             raise WeightsError(f"the offer of version {version} says where {found.version} is")
         compare(found.manifest, self._manifest)
-        stopped = self._stop_reason(abort)
-        if self._ways.puller is not None:
-            pulled = self._from_devices(self._ways.puller, found, stopped)
+        stopped, before = self._stop_reason(abort), self._fallbacks
+        puller, trial = self._ways.puller, self._ways.trial
+        if trial is not None and not (found.holders and all(h.device for h in found.holders)):
+            puller = trial = None  # the trainer does not offer it
+        if puller is not None and (trial is None or trial.next == DEVICE):
+            pulled = self._from_devices(puller, trial, found, abort)
             if pulled is not None:
                 return pulled
+        began_s, resumes = time.monotonic(), self._unfinished is not None
         assembly = self._assembly(found)
         self._holdings.add(version, assembly)
         try:
@@ -126,9 +151,20 @@ class PieceFetching:
         self._keep(version)
         source = came.most_common(1)[0][0] if came else ""
         params = self._arrays(self._on_devices(assembly))
+        compared = _are_the_trainers(params, found)
+        if trial is not None and not resumes:
+            trial.took(TCP, self._num_bytes, time.monotonic() - began_s)
         return FetchedParams(
-            params=params, num_bytes=came.total(), source=source, compared=in_host_memory(params)
+            params=params,
+            num_bytes=came.total(),
+            source=source,
+            compared=compared,
+            fallbacks=self._fallbacks - before,
         )
+
+    @property
+    def _fallbacks(self) -> int:
+        return self.counts["without_device"] + self.counts["without_shared_memory"]
 
     def _keep(self, version: int) -> None:
         """Pass on a version that has come, in place of older ones; the base only where others can
@@ -139,8 +175,10 @@ class PieceFetching:
             self._holdings.remove(version)
 
     def for_base(self, target: Params) -> "PieceFetching":
-        """See seams.Fetching."""
-        return PieceFetching(target, self._ways, self._holdings, self._server, spare=0)
+        """See seams.Fetching. Which way is faster is measured only with versions: the base
+        comes once, and may be a thousand times as large as an adapter."""
+        ways = self._ways if self._ways.trial is None else replace(self._ways, trial=FasterWay())
+        return PieceFetching(target, ways, self._holdings, self._server, spare=0)
 
     def close(self) -> None:
         """Stop passing on, and let go of everything. Idempotent."""
@@ -187,8 +225,8 @@ class PieceFetching:
         came = self._from_files(assembly, found, pieces, stopped)
         came += self._over_tcp(assembly, found, pieces, sources, stopped)
         for _ in range(MOST_REPEATS):
-            wrong = assembly.wrong_arrays(found.sums)
-            if not wrong:
+            wrong = [] if found.on_devices else assembly.wrong_arrays(found.sums)
+            if not wrong:  # else every piece's own checksum has been compared
                 return came
             self.counts["torn_arrays"] += len(wrong)
             log.warning(
@@ -262,9 +300,13 @@ class PieceFetching:
         order = SourceList(sources, [holder.address for holder in found.holders])
         return pull_all(assembly, found.version, missing, order, self._ways.tcp, stopped)
 
-    def _stop_reason(self, abort: threading.Event) -> Callable[[], str]:
+    def _stop_reason(self, abort: threading.Event, share: float = 1.0) -> Callable[[], str]:
+        """Return what says why to stop, "" before that. share: of the time for a version."""
         limit_s = self._ways.timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + share * limit_s
+        limit = (
+            f"{share:g} of remote.transfer_timeout_s" if share < 1 else "remote.transfer_timeout_s"
+        )
 
         def stopped() -> str:
             if self._closed.is_set():
@@ -272,37 +314,31 @@ class PieceFetching:
             if abort.is_set():
                 return "it was aborted"
             if time.monotonic() > deadline:
-                return f"it took longer than remote.transfer_timeout_s ({limit_s:g} s)"
+                return f"it took longer than {limit} ({limit_s:g} s)"
             return ""
 
         return stopped
 
     def _from_devices(
-        self, puller: DevicePuller, found: Whereabouts, stopped: Callable[[], str]
+        self,
+        puller: DevicePuller,
+        trial: FasterWay | None,
+        found: Whereabouts,
+        abort: threading.Event,
     ) -> FetchedParams | None:
-        """Pull a version from device to device, and copy it to the host: to compare checksums, and
-        to pass it on. None: it did not come; TCP is next."""
+        """Pull a version from device to device, where its checksums are compared. None: it did not
+        come, or not in time; TCP is next. It is copied to the host only for a sampler that asks for
+        it here. Raises WeightsError if it was stopped for another reason than the time."""
+        began_s, limit_s = time.monotonic(), DEVICE_SHARE * self._ways.timeout_s
+        stopped = self._stop_reason(abort, DEVICE_SHARE)
         try:
-            placed = puller.pull(found, self._manifest, self._boxes, stopped)
-            parts = [
-                Part(
-                    array=number,
-                    box=box,
-                    data=np.asarray(on[0]).view(raw_dtype(self._manifest.entries[number][2])),
-                )
-                for (number, box), on in placed.items()
-            ]
-            assembly = Assembly(self._manifest, parts)
-            for part in parts:
-                checksum = host_sum(part.data, part.box, assembly.shape_of(part.array))
-                whole = WeightPiece(
-                    array=part.array, box=part.box, num_bytes=part.data.nbytes, holder=0
-                )
-                assembly.arrived(whole, checksum)
-            wrong = assembly.wrong_arrays(found.sums)
-            if wrong:
-                raise WeightsError(f"{len(wrong)} arrays arrived torn")
-        except WeightsError as error:
+            params = self._arrays(puller.pull(found, self._manifest, self._boxes, stopped))
+        except Exception as error:  # JAX's own, too: what its transport lacks here, no memory
+            late = time.monotonic() - began_s > limit_s
+            if not late and (reason := stopped()):
+                raise WeightsError(f"version {found.version} was not fetched: {reason}") from error
+            if trial is not None:
+                trial.failed(DEVICE)
             self.counts["without_device"] += 1
             log.warning(
                 "weights of version %d do not come from device to device: %s; they are fetched "
@@ -311,16 +347,32 @@ class PieceFetching:
                 error,
             )
             return None
+        if trial is not None:
+            trial.took(DEVICE, self._num_bytes, time.monotonic() - began_s)
         self._unfinished = None
-        self._holdings.add(found.version, assembly)
+        # weak: a device has room for two sets of weights, and the sampler says which
+        leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
+        self._holdings.add(found.version, OnDemand(partial(self._host_copy, leaves)))
         self._keep(found.version)
-        params = self._arrays(placed)
         return FetchedParams(
             params=params,
-            num_bytes=sum(part.data.nbytes for part in parts),
+            num_bytes=self._num_bytes,
             source=found.holders[0].address,
-            compared=in_host_memory(params),
+            compared=True,
         )
+
+    def _host_copy(self, leaves: Sequence[weakref.ReferenceType[Any]]) -> Assembly | None:
+        """Copy a version from the devices, to pass it on; None: the sampler has released it."""
+        arrays = [leaf() for leaf in leaves]
+        if any(array is None for array in arrays):
+            return None
+        self.counts["host_copies"] += 1
+        dtypes = [dtype for _, _, dtype in self._manifest.entries]
+        parts = [
+            Part(array=number, box=box, data=on_host(data, dtypes[number]))
+            for number, box, data in distinct_shards(arrays)
+        ]
+        return Assembly.complete(self._manifest, parts)
 
     def _on_devices(self, assembly: Assembly) -> dict[tuple[int, Box], list[Any]]:
         """Put the shards on their devices; on a CPU their memory becomes the arrays'."""
@@ -345,3 +397,16 @@ class PieceFetching:
             arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, own))
         params = jax.tree.unflatten(self._structure, jax.block_until_ready(arrays))
         return params
+
+
+def _are_the_trainers(params: Params, found: Whereabouts) -> bool:
+    """Return whether whole arrays were compared with the trainer's where they lie now. Raises
+    WeightsError if they differ."""
+    if not found.on_devices:
+        return in_host_memory(params)
+    if not all(array.is_fully_addressable for array in jax.tree.leaves(params)):
+        return False
+    sums = Sums(params).read()
+    if sums is None or sums.tolist() != list(found.sums):
+        raise WeightsError(f"version {found.version} differs from what is on the trainer's devices")
+    return True

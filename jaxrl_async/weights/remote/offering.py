@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.manifest import Manifest, manifest_of
-from jaxrl_async.weights.remote.assembly import Assembly, Holdings, Part, raw_dtype
-from jaxrl_async.weights.remote.boxes import Box, box_of
+from jaxrl_async.weights.remote.assembly import Assembly, Holdings, OnDemand, Part, on_host
+from jaxrl_async.weights.remote.boxes import Box, distinct_shards
 from jaxrl_async.weights.remote.bucket import FolderFiles
 from jaxrl_async.weights.remote.device import DevicePublisher
 from jaxrl_async.weights.remote.host_sums import host_sum, in_host_memory
@@ -37,7 +36,11 @@ class OfferWays:
 
 
 class PieceOffering:
-    """A seams.Offering: host copies of this process's shards, handed out in pieces."""
+    """A seams.Offering: this process's shards, handed out in pieces.
+
+    They are copied to host memory first, unless they are offered from device to device: then their
+    checksums are taken on the devices, and a host copy is made only for a sampler that uses TCP.
+    """
 
     def __init__(self, holdings: Holdings, ways: OfferWays) -> None:
         """Offer what is put into `holdings`, from which the server of `ways` serves."""
@@ -57,7 +60,7 @@ class PieceOffering:
         return self._ways.server.counts if self._ways.server else {}
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
-        """Copy this process's shards to the host and hand them out; return where they are.
+        """Hand out this process's shards; return where they are.
 
         A trainer over several processes puts their offers together (whereabouts.merged).
 
@@ -72,37 +75,72 @@ class PieceOffering:
                 raise WeightsError("the offering of weights is closed")
             self._holdings.remove(version)
             manifest = manifest_of(params)
-            shards = _distinct_shards(params)
-            parts, shared = self._host_parts(version, manifest, shards)
-            held = tuple(
-                HeldShard(
-                    array=p.array,
-                    box=p.box,
-                    checksum=host_sum(p.data, p.box, manifest.entries[p.array][1]),
-                )
-                for p in parts
-            )
-            if shared and self._ways.shared is not None:
-                self._ways.shared.publish(version)
-            folder = self._ways.files.write(version, parts) if self._ways.files else ""
+            shards = distinct_shards(params)
             if self._ways.publisher is not None:
-                on_devices = {(array, box): data for array, box, data in shards}
-                self._ways.publisher.add(version, on_devices)
-            if self._ways.server is not None:
-                self._holdings.add(version, Assembly.complete(manifest, parts))
-        holder = Holder(
+                holder = self._from_devices(version, manifest, params, shards)
+            else:
+                holder = self._from_host(version, manifest, shards)
+        return offer_json(version, manifest, [holder])
+
+    def _from_host(
+        self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, Any]]
+    ) -> Holder:
+        parts, shared = self._host_parts(version, manifest, shards)
+        held = tuple(
+            HeldShard(
+                array=p.array,
+                box=p.box,
+                checksum=host_sum(p.data, p.box, manifest.entries[p.array][1]),
+            )
+            for p in parts
+        )
+        if shared and self._ways.shared is not None:
+            self._ways.shared.publish(version)
+        folder = self._ways.files.write(version, parts) if self._ways.files else ""
+        if self._ways.server is not None:
+            self._holdings.add(version, Assembly.complete(manifest, parts))
+        return Holder(
+            shards=held, address=self.address, boot_id=self._boot_id, shared=shared, folder=folder
+        )
+
+    def _from_devices(
+        self,
+        version: int,
+        manifest: Manifest,
+        params: Params,
+        shards: Sequence[tuple[int, Box, Any]],
+    ) -> Holder:
+        publisher = self._ways.publisher
+        assert publisher is not None, "asked before"
+        sums = Sums(params).of_shards()
+        if sums is None:
+            raise WeightsError("copies of one array differ between the trainer's devices")
+        held = tuple(
+            HeldShard(array=n, box=box, checksum=sums[n, tuple(start for start, _ in box)])
+            for n, box, _ in shards
+        )
+        on_devices = {(array, box): data for array, box, data in shards}
+        checksums = {(shard.array, shard.box): shard.checksum for shard in held}
+        shapes = [shape for _, shape, _ in manifest.entries]
+        publisher.add(version, on_devices, checksums, shapes)
+
+        def copied() -> Assembly:
+            log.info("version %d is copied to the host: a sampler fetches it over TCP", version)
+            parts, _ = self._host_parts(version, manifest, shards)
+            return Assembly.complete(manifest, parts)
+
+        self._holdings.add(version, OnDemand(copied))
+        return Holder(
             shards=held,
             address=self.address,
             boot_id=self._boot_id,
-            shared=shared,
-            folder=folder,
-            device=self._ways.publisher.address if self._ways.publisher else "",
+            device=publisher.address,
+            on_devices=True,
         )
-        return offer_json(version, manifest, [holder])
 
     def compares(self, params: Params) -> bool:
         """See seams.Offering."""
-        return in_host_memory(params)
+        return self._ways.publisher is not None or in_host_memory(params)
 
     def withdraw(self, version: int) -> None:
         """Let go of a version. Idempotent."""
@@ -140,7 +178,7 @@ class PieceOffering:
         places = self._shared_places(version, [data.nbytes for _, _, data in shards])
         if places is None:
             parts = [
-                Part(array=array, box=box, data=_on_host(data, dtype))
+                Part(array=array, box=box, data=on_host(data, dtype))
                 for (array, box, data), dtype in zip(shards, dtypes, strict=True)
             ]
             return parts, ""
@@ -148,7 +186,7 @@ class PieceOffering:
         parts = []
         for (array, box, data), dtype, offset in zip(shards, dtypes, offsets, strict=True):
             place = file.array(offset, box, dtype)
-            np.copyto(place, _on_host(data, dtype))
+            np.copyto(place, on_host(data, dtype))
             parts.append(Part(array=array, box=box, data=place))
         return parts, str(file.path)
 
@@ -164,19 +202,3 @@ class PieceOffering:
                 raise
             log.warning("weights go over TCP, not through shared memory: %s", error)
             return None
-
-
-def _distinct_shards(params: Params) -> list[tuple[int, Box, Any]]:
-    """Return (array, box, its data on a device) of every distinct shard of this process."""
-    shards = []
-    for number, leaf in enumerate(jax.tree.leaves(params)):
-        boxes: dict[Box, Any] = {}
-        for shard in leaf.addressable_shards:
-            boxes.setdefault(box_of(shard.index, leaf.shape), shard.data)
-        shards += [(number, box, data) for box, data in boxes.items()]
-    return shards
-
-
-def _on_host(data: Any, dtype: str) -> NDArray[Any]:
-    """Return a device's array in host memory; on a CPU it is the same memory."""
-    return np.asarray(data).view(raw_dtype(dtype))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxrl_async.codec import Encoded
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
@@ -32,6 +33,8 @@ from jaxrl_async.wire.messages import Offer
 
 log = logging.getLogger(__name__)
 
+MOST_FALLBACKS = 1000
+"""Most that one report of a sampler can add to the count."""
 CLOSE_S = 10.0
 """Longest wait for the thread at the end, seconds."""
 
@@ -40,8 +43,8 @@ class Recipient(Protocol):
     """One sampler, as far as the outbox needs it."""
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """Send it on a thread of its own, which calls `sent` in the end: a sampler whose queue is
-        full delays nobody else."""
+        """Send it without waiting, and call `sent` once the session has taken it, or never will: a
+        sampler whose queue is full does not delay the others."""
         ...
 
     def hold(self, version: int) -> None:
@@ -65,7 +68,8 @@ class Recipient(Protocol):
 class _Kept:
     """What the samplers need to fetch a version."""
 
-    where: dict[str, Any]
+    where: Encoded
+    where_with_base: Encoded  # for a sampler that has none yet
     probe_logprobs: FloatArray | None
 
 
@@ -171,13 +175,16 @@ class WeightOutbox:
         seconds: float,
         source: str,
         base_bytes: int = 0,
+        fallbacks: int = 0,
     ) -> bool:
         """Take note that a sampler has a version; return whether it is news. Raises WeightsError
         if that cannot be."""
         with self._changed:
             news = self._transfers.staged(taker, version)
             if news:
-                passed = source in {t.address for t in self._transfers.takers if t.address}
+                for _ in range(min(fallbacks, MOST_FALLBACKS)):
+                    self._count("transfer_fallbacks")
+                passed = self._transfers.passes_on(source)
                 traffic = self._traffic
                 self._traffic = replace(
                     traffic,
@@ -317,8 +324,13 @@ class WeightOutbox:
             self._base_where = self._where(BASE, self._base)
             self._base = None
         probe = update.probe_logprobs
+        where = self._where(update.version, update.params)
+        encoded = with_base = Encoded(where)
+        if self._base_where is not None:
+            with_base = Encoded({**where, "base": self._base_where})
         return _Kept(
-            where=self._where(update.version, update.params),
+            where=encoded,
+            where_with_base=with_base,
             probe_logprobs=None if probe is None else np.asarray(probe, np.float32),
         )
 
@@ -338,19 +350,16 @@ class WeightOutbox:
 
     def _send(self, offer: DueOffer, recipient: Recipient) -> None:
         kept = self._kept[offer.version]
-        where = kept.where
-        if self._base_where is not None and offer.taker.staged is None:
-            where = {**where, "base": self._base_where}
         message = Offer(
             version=offer.version,
-            where=where,
+            where=kept.where_with_base if offer.taker.staged is None else kept.where,
             sources=offer.sources,
             probe_logprobs=kept.probe_logprobs,
         )
 
         def sent() -> None:
             with self._changed:
-                offer.taker.sending = False
+                self._transfers.sent(offer.taker)
                 self._look()
 
         recipient.send(message, sent)

@@ -5,6 +5,8 @@
       │ request: kind, version, array, box ────> │   several may be under way
       │ <──────────────── answer: status, size, checksum │ the piece's bytes
       │ <──────────────── WAIT: it is to come, 10 a second
+      │ NAME, NAME, ..., PUBLISH ──────────────> │   pieces for one pull from device to device
+      │ <──────────── answer: status, size, number │ 8 bytes each: their checksums on the devices
 
 All numbers are big-endian and of fixed size; no size is taken on trust: the client knows each
 piece's, and a request has at most 16 axes.
@@ -21,12 +23,15 @@ from jaxrl_async.weights.remote.boxes import Box
 from jaxrl_async.weights.remote.whereabouts import MOST_AXES
 
 GREETING = b"JXRLPCS1"
-PIECE, PUBLISH = 1, 2
-"""Kinds of request: a piece's bytes; its publication for one pull from device to device, answered
-by a number in the checksum's place and no bytes."""
+PIECE, PUBLISH, NAME = 1, 2, 3
+"""Kinds of request: a piece's bytes; the publication of all pieces that were named before, without
+an answer to those, for one pull from device to device."""
+MOST_NAMED = 1 << 17
+"""Most pieces that are named for one pull."""
 HERE, NOT_HERE, WAIT = 1, 2, 3
 """Kinds of answer."""
 REQUEST, RANGE, ANSWER = struct.Struct("!BqIB"), struct.Struct("!QQ"), struct.Struct("!BQQ")
+SUM = struct.Struct("!Q")
 SLICE_S = 0.2
 """Longest single wait on a socket; aborts are looked at in between, seconds."""
 
@@ -116,7 +121,7 @@ class Line:
     def receive_request(self) -> PieceRequest:
         """Return the next request. Raises PeerError, also if it makes no sense."""
         kind, version, array, axes = REQUEST.unpack(self.receive_bytes(REQUEST.size))
-        if kind not in (PIECE, PUBLISH) or axes > MOST_AXES:
+        if kind not in (PIECE, PUBLISH, NAME) or axes > MOST_AXES:
             raise PeerError(f"no such request: kind {kind}, {axes} axes")
         ranges = RANGE.iter_unpack(self.receive_bytes(axes * RANGE.size))
         return PieceRequest(version=version, array=array, box=tuple(ranges), kind=kind)

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,17 @@ from jaxrl_async.weights.remote.piece_protocol import (
     ANSWER,
     GREETING,
     HERE,
+    MOST_NAMED,
+    NAME,
     NOT_HERE,
     PUBLISH,
+    SUM,
     WAIT,
     Line,
     PeerError,
     PieceRequest,
 )
+from jaxrl_async.weights.remote.told import begin, result_of
 from jaxrl_async.wire.address import Address, advertised_address, parse_address
 from jaxrl_async.wire.secret import check_secret, left_of, receive_by
 from jaxrl_async.wire.strangers import Stranger, Strangers
@@ -50,6 +54,11 @@ SOCKET_BUFFER = 4 << 20
 MAX_PORT = 65535
 
 
+Publish = Callable[[int, Sequence[tuple[int, Box]]], tuple[int, Sequence[int]] | None]
+"""(version, pieces as (array, box)) -> the pull's number and the pieces' checksums; None: they are
+not here."""
+
+
 class PieceServer:
     """A thread that accepts connections and one for each of them, which answers its requests in
     order.
@@ -67,7 +76,7 @@ class PieceServer:
         advertise: str | None = None,
         guard: Guard | None = None,
         silence_s: float = 20.0,
-        publish: Callable[[int, int, Box], int | None] | None = None,
+        publish: Publish | None = None,
     ) -> None:
         """Listen.
 
@@ -78,7 +87,7 @@ class PieceServer:
             advertise: Host under which clients reach this machine; None: that of `listen`.
             guard: What a new connection has to pass.
             silence_s: A client that takes nothing for so long is left, seconds.
-            publish: Publishes (version, array, box) for a pull from device to device.
+            publish: Publishes pieces for a pull from device to device.
 
         Raises WeightsError if it cannot listen there, ConfigError if other machines reach it and
         there is no secret.
@@ -151,10 +160,10 @@ class PieceServer:
         except (OSError, WeightsError) as error:
             self._refused(peer, str(error))
         else:
-            line = Line(connection, self._silence_s)
+            line, named = Line(connection, self._silence_s), list[tuple[int, Box]]()
             try:
                 while not self._closed:
-                    self._answer(line, line.receive_request())
+                    self._answer(line, line.receive_request(), named)
             except (PeerError, ValueError) as error:
                 self._count("ended")
                 log.debug("a connection from %s ended: %s", peer, error)
@@ -193,13 +202,27 @@ class PieceServer:
                 self.counts["refused"],
             )
 
-    def _answer(self, line: Line, request: PieceRequest) -> None:
+    def _answer(self, line: Line, request: PieceRequest, named: list[tuple[int, Box]]) -> None:
+        """Answer a request; named: pieces that this connection has named for a pull."""
+
         def waiting() -> None:
             line.send(ANSWER.pack(WAIT, 0, 0))
 
+        if request.kind == NAME:
+            if len(named) == MOST_NAMED:
+                raise PeerError(f"more than {MOST_NAMED} pieces for one pull")
+            named.append((request.array, request.box))
+            return
         if request.kind == PUBLISH:
-            number = self._publish and self._publish(request.version, request.array, request.box)
-            line.send(ANSWER.pack(NOT_HERE if number is None else HERE, 0, number or 0))
+            published = self._published(request.version, tuple(named), waiting)
+            named.clear()
+            if published is None:
+                line.send(ANSWER.pack(NOT_HERE, 0, 0))
+                return
+            number, sums = published
+            self._count("published")
+            data = b"".join(SUM.pack(checksum) for checksum in sums)
+            line.send(ANSWER.pack(HERE, len(data), number), data)
             return
         assembly = self._holdings.find(request.version, PATIENCE_S, waiting)
         piece = None
@@ -215,6 +238,21 @@ class PieceServer:
         self._count("pieces")
         self._count("sent_bytes", raw.nbytes)
         line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
+
+    def _published(
+        self, version: int, pieces: Sequence[tuple[int, Box]], waiting: Callable[[], None]
+    ) -> tuple[int, Sequence[int]] | None:
+        """Publish pieces: the devices do it after their current work, or compile it first."""
+        publish = self._publish
+        if publish is None:
+            return None
+        try:
+            return result_of(begin(lambda: publish(version, pieces), "publish"), waiting)
+        except PeerError:
+            raise
+        except Exception as error:  # arrays that were deleted meanwhile, or no memory
+            log.warning("version %d cannot be published from devices: %s", version, error)
+            return None
 
     def _count(self, name: str, count: int = 1) -> None:
         with self._lock:

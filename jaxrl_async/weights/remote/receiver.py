@@ -242,4 +242,5 @@ class WeightReceiver:
             seconds=seconds,
             source=fetched.source,
             base_bytes=base_bytes,
+            fallbacks=fetched.fallbacks,
         )

@@ -34,8 +34,8 @@ class Offering(Protocol):
         ...
 
     def compares(self, params: Params) -> bool:
-        """Return whether every sampler compares what it gets with these very arrays: they lie in
-        host memory, which is where the transport takes its checksums."""
+        """Return whether every sampler compares what it gets with these very arrays: they lie where
+        the transport takes its checksums, in host memory or on the devices."""
         ...
 
     def withdraw(self, version: int) -> None:
@@ -102,6 +102,11 @@ class Fetched(Protocol):
 
     @property
     def compared(self) -> bool:
-        """Whether the arrays lie in the host memory whose checksums were compared: nothing was
-        copied to a device after that."""
+        """Whether the checksums of these very arrays were compared: nothing was copied to a device
+        after that."""
+        ...
+
+    @property
+    def fallbacks(self) -> int:
+        """How often one way of the transport failed, and TCP took its place."""
         ...

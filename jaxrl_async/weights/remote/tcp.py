@@ -19,7 +19,9 @@ from jaxrl_async.weights.remote.assembly import Assembly
 from jaxrl_async.weights.remote.peer_guard import Guard
 from jaxrl_async.weights.remote.piece_protocol import (
     GREETING,
+    NAME,
     PUBLISH,
+    SUM,
     Line,
     PeerError,
     PieceRequest,
@@ -165,26 +167,28 @@ def ask_to_publish(
     pieces: Sequence[WeightPiece],
     settings: PullSettings,
     stopped: Callable[[], str],
-) -> list[int]:
-    """Ask a server to publish pieces for a pull from device to device; return their numbers.
-    Raises PeerError."""
+) -> tuple[int, tuple[int, ...]]:
+    """Ask a server to publish pieces for one pull from device to device; return its number, and
+    the pieces' checksums (weights.checksum). Raises PeerError."""
     try:
         connection = _connect(address, settings.guard)
     except (OSError, ConfigError) as error:
         raise PeerError(f"{address}: {error}") from None
-    numbers = []
     try:
         line = Line(connection, settings.silence_s, stopped)
-        for piece in pieces:
-            request = PieceRequest(version=version, array=piece.array, box=piece.box, kind=PUBLISH)
-            line.send(request.encoded())
-            here, number = line.receive_answer(0)
-            if not here:
-                raise PeerError(f"{address} does not publish version {version}")
-            numbers.append(number)
+        named = [
+            PieceRequest(version=version, array=p.array, box=p.box, kind=NAME).encoded()
+            for p in pieces
+        ]
+        publish = PieceRequest(version=version, array=0, box=(), kind=PUBLISH)
+        line.send(b"".join(named), publish.encoded())
+        here, number = line.receive_answer(len(pieces) * SUM.size)
+        if not here:
+            raise PeerError(f"{address} does not publish version {version}")
+        sums = SUM.iter_unpack(line.receive_bytes(len(pieces) * SUM.size))
+        return number, tuple(checksum for (checksum,) in sums)
     finally:
         connection.close()
-    return numbers
 
 
 def _connect(address: str, guard: Guard) -> socket.socket:

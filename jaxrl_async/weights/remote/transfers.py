@@ -11,14 +11,19 @@ newest, for whoever joins, and the one that a slow sampler still fetches.
 One that comes to join with weights older than the live ones is held for at its next transfer: the
 live version does not rise past that offer until it has joined. Otherwise a sampler that fetches
 more slowly than the others could be too late each time, for ever.
+
+Every event costs the same however many samplers there are: `due` looks at those alone to which
+something has happened, and times are in heaps (alarms.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.weights.remote import tree
+from jaxrl_async.weights.remote.alarms import Alarms
 
 KEPT = 2
 """Most versions that are kept at once."""
@@ -43,11 +48,13 @@ class Taker:
     sending: bool = False  # its last offer waits until the session has room
     due_s: float = 0.0  # when its transfer must be done, or when it may be offered one again
     failures: int = 0  # transfers in a row
+    left: bool = False  # it is offered nothing any more
 
     @property
     def ready(self) -> bool:
         """Whether it can begin to fetch: it has room for one version beside the live one."""
-        return self.fetching is None and not self.sending and self.staged == self.live
+        busy = self.left or self.sending or self.fetching is not None
+        return not busy and self.staged == self.live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +75,33 @@ class Transfers:
     takers: list[Taker] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # versions that can be fetched, rising
     holders: dict[int, list[Taker]] = field(default_factory=dict)  # in the order of their offers
+    _passing: dict[int, list[Taker]] = field(default_factory=dict)  # of those, who passes it on
+    _fetched: Counter[int] = field(default_factory=Counter)  # transfers under way, by version
+    _addresses: Counter[str] = field(default_factory=Counter)  # of the takers
+    _news: dict[Taker, None] = field(default_factory=dict)  # to whom `due` must look
+    _dues: Alarms[Taker] = field(default_factory=Alarms)  # each due_s
+    _holds: Alarms[Taker] = field(default_factory=Alarms)  # each held_until_s
 
     def join(self, taker: Taker) -> None:
         """Take in a sampler that has nothing yet."""
         self.takers.append(taker)
+        self._addresses[taker.address] += 1
+        self._news[taker] = None
 
     def leave(self, taker: Taker) -> None:
         """Forget a sampler. Idempotent."""
-        if taker in self.takers:
-            self.takers.remove(taker)
         self._stop(taker)
-        for holders in self.holders.values():
-            if taker in holders:
-                holders.remove(taker)
+        if not taker.left and taker in self.takers:
+            self.takers.remove(taker)
+            self._addresses[taker.address] -= 1
+        taker.left, taker.held_until_s = True, None
+        self._news.pop(taker, None)
+        for version in self.holders:
+            self._forget(taker, version)
+
+    def passes_on(self, address: str) -> bool:
+        """Return whether a sampler passes weights on at this address."""
+        return bool(address) and self._addresses[address] > 0
 
     # ---- versions
 
@@ -95,12 +116,14 @@ class Transfers:
     def keep(self, version: int) -> None:
         """Take note that a version can be fetched."""
         self.kept.append(version)
+        self._news = dict.fromkeys(self.takers)
 
     def drop(self, versions: Iterable[int]) -> None:
         """Take note that versions cannot be fetched any more."""
         for version in versions:
             self.kept.remove(version)
             self.holders.pop(version, None)
+            self._passing.pop(version, None)
 
     def outdated(self) -> list[int]:
         """Return the versions that nobody fetches, and nobody will."""
@@ -115,12 +138,19 @@ class Transfers:
         """
         if not self.kept:
             return []
-        newest = self.kept[-1]
-        return [
-            self._offer(taker, newest, now_s, trainer)
-            for taker in self.takers
-            if taker.ready and now_s >= taker.due_s and _is_news(newest, taker)
-        ]
+        newest, offers = self.kept[-1], []
+        for taker in tuple(self._news):
+            if taker.ready and _is_news(newest, taker):
+                if now_s < taker.due_s:
+                    continue  # once more then
+                offers.append(self._offer(taker, newest, now_s, trainer))
+            del self._news[taker]
+        return offers
+
+    def sent(self, taker: Taker) -> None:
+        """Take note that the session has taken in the last offer to a sampler."""
+        taker.sending = False
+        self._look(taker)
 
     def staged(self, taker: Taker, version: int) -> bool:
         """Take note that a sampler has a version; return whether it is news.
@@ -136,7 +166,8 @@ class Transfers:
             return False
         taker.staged, taker.failures = version, 0
         if taker.fetching is not None and taker.fetching <= version:
-            taker.fetching, taker.due_s = None, 0.0
+            self._end(taker)
+        self._look(taker)
         return True
 
     def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:
@@ -152,6 +183,7 @@ class Transfers:
         taker.live = version
         taker.late = not enter(version)
         taker.held_until_s = None if not taker.late else taker.held_until_s
+        self._look(taker)
 
     def torn(self, taker: Taker, version: int, now_s: float) -> bool:
         """Take note that a transfer has failed; return whether it was under way."""
@@ -162,50 +194,83 @@ class Transfers:
 
     def expired(self, now_s: float) -> list[Taker]:
         """Return the samplers whose transfers were not done in time; these count as failed."""
-        late = [t for t in self.takers if t.fetching is not None and now_s >= t.due_s]
+        passed = self._dues.passed(now_s, lambda t: t.due_s)
+        late = [t for t in passed if t.fetching is not None]
         for taker in late:
             self._fail(taker, now_s)
         return late
 
     def unheld(self, now_s: float) -> list[Taker]:
         """Return the samplers that were held for long enough: the live version waits no more."""
-        unheld = [t for t in self.takers if t.held_until_s is not None and now_s >= t.held_until_s]
+        unheld = self._holds.passed(now_s, lambda t: t.held_until_s)
         for taker in unheld:
             taker.late, taker.held_until_s = False, None
         return unheld
 
     def next_s(self, now_s: float) -> float | None:
         """Return when something becomes due by itself; None: nothing does."""
-        times = [t.due_s for t in self.takers if t.fetching is not None or t.due_s > now_s]
-        times += [t.held_until_s for t in self.takers if t.held_until_s is not None]
+        due_s = self._dues.first(
+            lambda t: t.due_s if t.fetching is not None or t.due_s > now_s else None
+        )
+        times = [s for s in (due_s, self._holds.first(lambda t: t.held_until_s)) if s is not None]
         return min(times, default=None)
 
     def _offer(self, taker: Taker, version: int, now_s: float, trainer: str) -> DueOffer:
         taker.offered = taker.fetching = version
-        taker.due_s = now_s + self.timeout_s
-        taker.held_until_s = taker.due_s if taker.late else None
-        holders = self.holders.setdefault(version, [])
-        holders.append(taker)
-        sources = tree.sources([t.address for t in holders], self.fanout, trainer)[-1]
+        self._fetched[version] += 1
+        self._set_due(taker, now_s + self.timeout_s)
+        self._hold_until(taker, taker.due_s if taker.late else None)
+        passing = self._passing.setdefault(version, [])
+        sources = tree.sources_of_next(
+            len(passing), lambda place: passing[place].address, self.fanout, trainer
+        )
+        self.holders.setdefault(version, []).append(taker)
+        if taker.address:
+            passing.append(taker)
         return DueOffer(taker=taker, version=version, sources=sources)
 
     def _fail(self, taker: Taker, now_s: float) -> None:
         self._stop(taker)
-        taker.due_s = now_s + backoff_s(RETRY_S, taker.failures)
+        self._set_due(taker, now_s + backoff_s(RETRY_S, taker.failures))
         taker.failures += 1
         if taker.held_until_s is not None:
-            taker.held_until_s = now_s
+            self._hold_until(taker, now_s)
+        self._look(taker)
 
     def _stop(self, taker: Taker) -> None:
         """End the transfer to a sampler, which passes nothing of it on."""
         if taker.fetching is not None:
-            holders = self.holders.get(taker.fetching, [])
+            self._forget(taker, taker.fetching)
+        self._end(taker)
+
+    def _forget(self, taker: Taker, version: int) -> None:
+        """Stop naming a sampler as a source of this version."""
+        for holders in (self.holders.get(version, []), self._passing.get(version, [])):
             if taker in holders:
                 holders.remove(taker)
+
+    def _end(self, taker: Taker) -> None:
+        """Take note that no transfer to a sampler is under way."""
+        if taker.fetching is not None:
+            self._fetched[taker.fetching] -= 1
         taker.fetching, taker.due_s = None, 0.0
 
+    def _set_due(self, taker: Taker, at_s: float) -> None:
+        taker.due_s = at_s
+        self._dues.add(at_s, taker)
+
+    def _hold_until(self, taker: Taker, at_s: float | None) -> None:
+        taker.held_until_s = at_s
+        if at_s is not None:
+            self._holds.add(at_s, taker)
+
+    def _look(self, taker: Taker) -> None:
+        """Have `due` look at a sampler that can fetch."""
+        if taker.ready:
+            self._news[taker] = None
+
     def _is_fetched(self, version: int) -> bool:
-        return any(t.fetching == version for t in self.takers)
+        return self._fetched[version] > 0
 
 
 def _is_news(version: int, taker: Taker) -> bool:

@@ -1,25 +1,30 @@
 """Choose how weights travel: remote.transfer, and whether both sides are on one machine."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.remote.assembly import Holdings
-from jaxrl_async.weights.remote.boxes import Box
 from jaxrl_async.weights.remote.bucket import FolderFiles
 from jaxrl_async.weights.remote.device import DevicePublisher, DevicePuller
+from jaxrl_async.weights.remote.faster_way import FasterWay
 from jaxrl_async.weights.remote.fetching import FetchWays, PieceFetching
 from jaxrl_async.weights.remote.offering import OfferWays, PieceOffering
 from jaxrl_async.weights.remote.peer_guard import Guard
-from jaxrl_async.weights.remote.piece_server import PieceServer
+from jaxrl_async.weights.remote.piece_server import PieceServer, Publish
 from jaxrl_async.weights.remote.seams import Fetching, Offering
 from jaxrl_async.weights.remote.shared_memory import SharedFiles
 from jaxrl_async.weights.remote.tcp import PullSettings
 from jaxrl_async.wire.address import advertised_address, parse_address
 from jaxrl_async.wire.tls import read_tls
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHARING = 64
 """Most samplers that share a machine and a remote.data_port: each tries so many ports."""
@@ -28,7 +33,13 @@ STREAMS = ("auto", "tcp", "device")
 
 
 def make_offering(
-    section: RemoteSection, *, run: str, secret: bytes = b"", local_samplers: bool = True
+    section: RemoteSection,
+    *,
+    run: str,
+    secret: bytes = b"",
+    local_samplers: bool = True,
+    apart: bool = False,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> Offering:
     """Make the trainer's side.
 
@@ -38,6 +49,10 @@ def make_offering(
         secret: The shared secret (wire.secret.read_secret).
         local_samplers: Whether samplers may be on this machine; False saves, with transfer=auto,
             the copy into shared memory.
+        apart: Whether samplers have separate machines; then transfer=auto offers the weights
+            from accelerators' memory, too, and makes a host copy only on request.
+        all_agree: Whether a value is True in every process of the trainer. All of them call it
+            here: what they offer must be of one kind.
 
     Raises WeightsError if it cannot listen, or if there is no shared memory; ConfigError for a
     missing secret or certificate.
@@ -47,10 +62,12 @@ def make_offering(
     shared = files = server = publisher = None
     if transfer == "folder":
         files = FolderFiles(_folder(section), run, jax.process_index())
-    if transfer == "shared_memory" or (transfer == "auto" and local_samplers):
-        shared = SharedFiles(run)
     if transfer == "device":
         publisher = DevicePublisher(_host(section.listen, section.advertise))
+    elif transfer == "auto" and apart:
+        publisher = _try_publisher(section, all_agree)
+    if transfer == "shared_memory" or (transfer == "auto" and local_samplers and not publisher):
+        shared = SharedFiles(run)
     if transfer in STREAMS:
         server = _server(
             section,
@@ -92,20 +109,63 @@ def make_fetching(
     """
     holdings = Holdings()
     transfer = section.transfer
-    tcp = server = puller = None
+    tcp = server = puller = trial = None
     if transfer in STREAMS:
         tcp = PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
         server = _server(section, holdings, secret, host, advertise, ports=SHARING)
+        devices = jax.tree.leaves(target)[0].sharding.device_set
         if transfer == "device":
             puller = DevicePuller(_host(f"{host}:0", advertise), tcp)
+        elif _may_try_devices(section, devices):
+            # each process of a sampler for itself: it pulls what its own devices need
+            puller = _or_tcp(DevicePuller, _host(f"{host}:0", advertise), tcp)
+            trial = FasterWay() if puller is not None else None
     ways = FetchWays(
         puller=puller,
+        trial=trial,
         shared=transfer in ("auto", "shared_memory"),
         folder=_folder(section) if transfer == "folder" else None,
         tcp=tcp,
         timeout_s=section.transfer_timeout_s,
     )
     return PieceFetching(target, ways, holdings, server)
+
+
+def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
+    """Return whether transfer=auto tries the way from device to device: not between CPUs, where it
+    is known to be slower than TCP (docs/benchmarks.md), nor where connections are to be encrypted.
+    """
+    encrypted = section.tls_certificate is not None
+    return (
+        section.transfer == "auto" and not encrypted and all(d.platform != "cpu" for d in devices)
+    )
+
+
+def _try_publisher(
+    section: RemoteSection, all_agree: Callable[[bool], bool]
+) -> DevicePublisher | None:
+    """Return what offers the weights from device to device; None: one of the trainer's processes,
+    perhaps another one, cannot, and hence none does."""
+    publisher = None
+    if _may_try_devices(section, jax.local_devices()):
+        publisher = _or_tcp(DevicePublisher, _host(section.listen, section.advertise))
+    if all_agree(publisher is not None):
+        return publisher
+    if publisher is not None:
+        log.warning(
+            "remote.transfer=auto does not use transfer from device to device: another process of "
+            "the trainer cannot offer it (see its log)"
+        )
+    return None
+
+
+def _or_tcp(make: Callable[..., T], *arguments: Any) -> T | None:
+    """Make one side of the transfer from device to device; None: not available here."""
+    try:
+        return make(*arguments)
+    except WeightsError as error:
+        log.warning("remote.transfer=auto does not use transfer from device to device: %s", error)
+        return None
 
 
 def _folder(section: RemoteSection) -> str:
@@ -125,7 +185,7 @@ def _server(
     advertise: str | None,
     *,
     ports: int = 1,
-    publish: Callable[[int, int, Box], int | None] | None = None,
+    publish: Publish | None = None,
 ) -> PieceServer:
     """Serve at remote.data_port, or at one of the `ports` from there on."""
     return PieceServer(

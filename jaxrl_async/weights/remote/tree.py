@@ -11,7 +11,8 @@ the last. A source that has died is left for the next one at once: nobody needs 
 member's sources joined before it, so that nobody waits for himself in a circle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 MOST_SOURCES = 8
 """Sources of one member: enough for several deaths at once."""
@@ -26,15 +27,28 @@ def sources(members: Sequence[str], fanout: int, trainer: str) -> tuple[tuple[st
         fanout: To how many the trainer, and each member, sends the weights itself.
         trainer: Its address; "": it has none, and is left out.
     """
-    last = (trainer,) if trainer else ()
     passing: list[str] = []
     found = []
     for member in members:
-        above = [passing[place] for place in _places_above(len(passing), fanout)]
-        found.append((*above[: MOST_SOURCES - len(last)], *last))
+        found.append(sources_of_next(len(passing), passing.__getitem__, fanout, trainer))
         if member:
             passing.append(member)
     return tuple(found)
+
+
+def sources_of_next(
+    place: int, address_at: Callable[[int], str], fanout: int, trainer: str
+) -> tuple[str, ...]:
+    """Return the addresses from which the next member fetches, best first, the trainer's last.
+
+    Args:
+        place: How many joined before it that pass weights on.
+        address_at: Returns the address of each of them, by its place from 0 on.
+        fanout, trainer: See `sources`.
+    """
+    last = (trainer,) if trainer else ()
+    above = islice(_places_above(place, fanout), MOST_SOURCES - len(last))
+    return (*map(address_at, above), *last)
 
 
 def _places_above(place: int, fanout: int) -> Iterator[int]:
@@ -46,7 +60,8 @@ def _places_above(place: int, fanout: int) -> Iterator[int]:
     while parent >= 0:
         yield parent
         eldest = parent // fanout * fanout
-        siblings = [p for p in range(eldest, eldest + fanout) if p != parent and p < place]
-        turned = turn % max(len(siblings), 1)
-        yield from siblings[turned:] + siblings[:turned]
+        siblings = min(fanout, place - eldest) - 1
+        for number in range(siblings):
+            sibling = eldest + (turn + number) % siblings
+            yield sibling + (sibling >= parent)  # the parent itself is left out
         parent = parent // fanout - 1

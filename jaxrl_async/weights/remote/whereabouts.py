@@ -25,7 +25,7 @@ class HeldShard:
 
     array: int  # number in the manifest
     box: Box
-    checksum: int  # host_sums.host_sum of it
+    checksum: int  # host_sums.host_sum of it; with `on_devices` checksum.PartSums'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class Holder:
     shared: str = ""  # path of the file in shared memory; "": none
     device: str = ""  # address of its jax.experimental.transfer server; "": none
     folder: str = ""  # where its files of this version are, in remote.folder; "": none
+    on_devices: bool = False  # its checksums were taken on its devices, not in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,11 @@ class Whereabouts:
     manifest: Manifest
     holders: tuple[Holder, ...]
     sums: tuple[int, ...]  # each whole array's checksum
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether the checksums are weights.checksum's, of arrays on devices."""
+        return all(holder.on_devices for holder in self.holders)
 
 
 def offer_json(version: int, manifest: Manifest, holders: Sequence[Holder]) -> dict[str, Any]:
@@ -65,6 +71,12 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
     Raises WeightsError if parts are missing, or if two holders' copies of one shard differ.
     """
     shards: dict[tuple[int, Box], int] = {}
+    if len({holder.on_devices for holder in holders}) > 1:
+        raise WeightsError(
+            f"version {version}: some of the trainer's processes have its checksums from their "
+            "devices, some from host memory. All of them need the same kind of devices."
+        )
+    modulus = 2**32 if any(holder.on_devices for holder in holders) else MODULUS
     for holder in holders:
         for shard in holder.shards:
             if shards.setdefault((shard.array, shard.box), shard.checksum) != shard.checksum:
@@ -74,7 +86,7 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
                 )
     sums, sizes = [0] * len(manifest.entries), [0] * len(manifest.entries)
     for (array, box), checksum in shards.items():
-        sums[array] = (sums[array] + checksum) % MODULUS
+        sums[array] = (sums[array] + checksum) % modulus
         sizes[array] += volume(box)
     for size, (name, shape, _) in zip(sizes, manifest.entries, strict=True):
         if size != volume(tuple((0, n) for n in shape)):
@@ -131,6 +143,7 @@ def _holder_json(holder: Holder) -> dict[str, Any]:
         "shared": holder.shared,
         "device": holder.device,
         "folder": holder.folder,
+        "on_devices": holder.on_devices,
     }
 
 
@@ -156,4 +169,5 @@ def _holder(
         shared=ways["shared"],
         device=ways["device"],
         folder=ways["folder"],
+        on_devices=bool(holder["on_devices"]),
     )

@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_async.config.schema import FaultsSection
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.metrics.health import HEALTH_VARIABLE
 from jaxrl_async.run.remote import local_samplers
 from jaxrl_async.run.remote.local_samplers import LocalSamplers
 from jaxrl_async.run.remote.pinning import Place
@@ -86,6 +87,15 @@ def test_each_gets_its_place_its_name_and_the_secret_not_on_the_command_line(mak
     assert "--join 127.0.0.1:7 --once" in first[0] and "word" not in first[0]
     assert "--name sampler-0 --cores 0" in first[0]
     assert "--name sampler-1" in second[0] and "--cores" not in second[0]
+
+
+def test_the_trainers_own_address_for_questions_of_health_is_not_theirs(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HEALTH_VARIABLE, "127.0.0.1:8486")
+    made = make(f'echo "health ${HEALTH_VARIABLE}"; exec sleep 60')
+    until(lambda: made.output(0).endswith("\n"))
+    assert made.output(0) == "health \n"
 
 
 def test_what_is_killed_is_started_again_and_close_ends_all(make: Make) -> None:

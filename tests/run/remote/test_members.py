@@ -16,9 +16,10 @@ import pytest
 from runs import config_of
 from tiny import SPEC
 
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.run.remote.members import Invitation, Members
 from jaxrl_async.wire.dial import dial
-from jaxrl_async.wire.messages import Hello
+from jaxrl_async.wire.messages import Hello, Profile
 from jaxrl_async.wire.session import WireLimits, WireSession
 
 PEER = Path(__file__).parents[2] / "helpers" / "wire_peer.py"
@@ -149,3 +150,36 @@ def test_samplers_that_take_nothing_are_sent_away_within_one_limit(
         closing.start()
         closing.join(WAIT_S)
         assert not closing.is_alive() and not trainer._joined
+
+
+class Line:
+    """A sampler's session that has no room, or has ended; None: it takes everything."""
+
+    def __init__(self, fault: str | None = None) -> None:
+        self.fault, self.sent = fault, list[Profile]()
+
+    def send_now(self, message: Profile) -> bool:
+        if self.fault == "ended":
+            raise Disconnected("the session has ended")
+        if self.fault == "full":
+            return False
+        self.sent.append(message)
+        return True
+
+
+def test_a_trace_is_asked_for_without_waiting_for_a_sampler_that_takes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = {"a": Line("full"), "b": Line(), "c": Line("ended")}
+    with members(tmp_path) as trainer:
+        trainer._joined.update({name: (line, Hello(name=name)) for name, line in lines.items()})
+        trainer._drawing.update(lines)
+        trainer.profile(3, on=True)
+        lines["a"].fault = None
+        trainer.profile(3, on=False)
+        trainer._joined.clear()
+    assert lines["b"].sent == [Profile(step=3, on=True), Profile(step=3, on=False)]
+    assert not lines["a"].sent, "it was not asked to begin, and is not asked to end"
+    assert "step 3 of a is not traced: its connection is full" in caplog.text
+    assert "step 3 of c is not traced: the session has ended" in caplog.text
+    assert trainer._profiled == {"a": set(), "b": {3}, "c": set()}

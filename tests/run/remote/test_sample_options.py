@@ -1,7 +1,9 @@
 """The command line of a sampler: what it takes, and how it says no."""
 
 import os
+import socket
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import DistributedSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch import distributed
+from jaxrl_async.run.remote import sampler_process
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +64,8 @@ def test_processes() -> None:
         (("::1:7077",), 2, "write an IPv6 address in brackets"),
         (("127.0.0.1:9", "--mesh", "tensor"), 2, "is no axis"),
         (("127.0.0.1:9", "--tls-key", "/none"), 2, "tls"),
-        (("127.0.0.1:9", "--wait", "0.1"), 1, "no trainer let this sampler join within 0.1 s"),
-        (("/no/such/run", "--wait", "0.1"), 1, "join.json, which a trainer writes"),
+        (("127.0.0.1:9", "--wait", "0.1"), 69, "no trainer let this sampler join within 0.1 s"),
+        (("/no/such/run", "--wait", "0.1"), 69, "join.json, which a trainer writes"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(
@@ -90,3 +93,20 @@ def test_a_wait_must_be_a_time(wait: str) -> None:
     with pytest.raises(SystemExit) as ended:
         sample.main(["--join", "127.0.0.1:9", f"--wait={wait}"])
     assert ended.value.code == 2
+
+
+def test_a_sampler_that_no_trainer_answers_says_so_by_its_code_and_keeps_its_programs(
+    monkeypatch, tmp_path, capsys
+):
+    """A cluster gives back the nodes of one without a trainer, and starts any other again."""
+    kept: list[Path] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAXRL_ASYNC_HEALTH", "127.0.0.1:0")
+    for name in ("keep_used", "keep_compiled_programs"):
+        monkeypatch.setattr(sampler_process, name, kept.append)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    assert sample.main(["--join", address, "--wait", "0.2"]) == 69
+    assert "Disconnected" in capsys.readouterr().err
+    assert kept == [tmp_path / "jaxrl_async" / "programs"] * 2, "bounded, and used"

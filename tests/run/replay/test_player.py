@@ -381,6 +381,18 @@ def test_a_recording_that_does_not_fit_is_refused(file, events, first, overrides
         read_schedule(file(*events, first=first), config(*overrides))
 
 
+def test_a_recording_of_an_older_version_fits_what_it_did(file):
+    """The one before engines of JetStream's interface: no engine_class, another name of ours."""
+    first = header_of(config(), 0)
+    assert first["config"].pop("sampler.engine_class") is None
+    assert first["config"]["sampler.engine"] == "native"
+    first["config"]["sampler.engine"] = "ours"
+    assert read_schedule(file({"put": 1}, first=first), config()).events == ({"put": 1},)
+    first["config"]["sampler.engine"] = "vllm"
+    with pytest.raises(ReplayError, match=r"sampler\.engine was vllm and is native\. "):
+        read_schedule(file(first=first), config())
+
+
 def test_a_recording_that_began_at_a_checkpoint_is_refused(file):
     with pytest.raises(ReplayError, match="from a checkpoint at version 4"):
         read_schedule(file(first=header_of(config(), 4)), config())

@@ -45,11 +45,27 @@ def test_programs_where_padding_costs_are_more_than_half_full(counts, rows, most
     assert done == counts
 
 
+@given(
+    st.lists(st.integers(1, 900), max_size=90),
+    st.sampled_from([1, 4, 64]),
+    st.sampled_from([900, 2048, 5000]),
+)
+def test_prompts_that_are_not_divided_fill_half_of_programs_of_more_sizes(counts, rows, most):
+    buckets = shapes.filled_buckets(most, 2)
+    runs = list(shapes.whole_runs(counts, rows, buckets))
+    assert [pair for run, _ in runs for pair in run] == list(enumerate(counts)), "each in one"
+    for run, size in runs:
+        tokens = sum(count for _, count in run)
+        assert size in buckets and 0 < len(run) <= rows
+        assert tokens <= size and (2 * tokens > size or size == buckets[0])
+
+
 def test_a_long_prompt_fills_programs_of_few_sizes():
     def sizes(*counts):
         return [size for _, size in shapes.filled(counts, 64, shapes.filled_buckets(2048))]
 
     assert shapes.filled_buckets(2048) == [128, 512, 2048]
+    assert shapes.filled_buckets(2048, 2) == [128, 256, 512, 1024, 2048]
     assert shapes.filled_buckets(300) == [128, 300] and shapes.filled_buckets(100) == [100]
     assert sizes(600) == [512, 128] and sizes(200, 57) == [512] and sizes(256) == [128, 128]
     assert sizes(1025) == sizes(*[32] * 40) == [2048]

@@ -1,0 +1,373 @@
+"""Our sampler behind the protocol of RL samplers, which Tunix defines (`Sampler` of its
+experimental/rollout/sampler.py) and tpu-inference's RLVllmSampler implements: a trainer that
+drives those drives this one. Neither package is needed.
+
+    sample(requests) ──> Sampler ──> responses: token ids, log-probs, the version of each token
+    pre_weight_sync ── takes no more requests
+        weight_sync ── the new weights, of the request's `weights`, next to those in use
+            post_weight_sync ── in use from here on ──> takes requests again
+            abort_weight_sync ── dropped: the old ones stay
+
+Requests and what they hold may be records or mappings: fields are read by name. A request that
+cannot be served has an `error` in its response, which names why; the others are served.
+"""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_async.config.sampler_section import SamplerSection
+from jaxrl_async.errors import JaxrlError, WeightsError
+from jaxrl_async.interop.rl_requests import Asked, asked_of, name_of, value_of
+from jaxrl_async.mesh import SAMPLER_RULES, shardings
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import Params, weight_table
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.sampler.setup import SamplerSettings
+from jaxrl_async.types import Completion, StopReason, VersionedParams
+
+IN_PROGRESS, SUCCESS, ABORTED, MISSING = "IN_PROGRESS", "SUCCESS", "ABORTED", "MISSING"
+"""States of a transfer (get_transfer_status)."""
+MOST_STATUSES = 1000
+"""Newest transfers whose states are kept."""
+LIVE_S = 600.0
+"""Longest wait until new weights are in use, seconds: a block, and with on_new_weights=drain the
+running requests."""
+FINISHED = {
+    StopReason.EOS: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.CANCELLED: "cancelled",
+}
+"""The protocol's words for why an answer ended."""
+
+
+class _Refused(NamedTuple):
+    """A request that is not served."""
+
+    name: str
+    error: Exception
+
+
+class HandedWeights:
+    """A ports.WeightSource of weights that are handed over, one version after another."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next: VersionedParams | None = None
+        self._live, self._wake = -1, threading.Event()
+
+    def hand_over(self, update: VersionedParams) -> None:
+        """Have the sampler take these weights at its next block."""
+        with self._changed:
+            self._next = update
+        self._wake.set()
+
+    def wait_live(self, version: int, timeout_s: float) -> bool:
+        """Wait until every new token is of this version; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._live == version, timeout_s)
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """See ports.WeightSource."""
+        with self._changed:
+            update, self._next = self._next, None
+            return update
+
+    def live(self, version: int) -> None:
+        """See ports.WeightSource."""
+        with self._changed:
+            self._live = version
+            self._changed.notify_all()
+
+    def attach(self, wake: threading.Event) -> None:
+        """See ports.WeightSource."""
+        self._wake = wake
+
+    def leave(self) -> None:
+        """Do nothing: the side that hands over waits for a limited time."""
+
+    def rejoin(self) -> "HandedWeights":
+        """Return this source."""
+        return self
+
+
+class RLSampler:
+    """A Sampler of this package by the RL sampler protocol. Its coroutines belong to one event
+    loop."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        section: SamplerSection | None = None,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        version: int = 0,
+        settings: SamplerSettings = SamplerSettings(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Remember what `start` makes the sampler of; arguments as Sampler's."""
+        self._policy, self._version = policy, version
+        self._weights = HandedWeights()
+        self._given: dict[str, Any] = {
+            "section": section,
+            "mesh": mesh,
+            "seed": seed,
+            "settings": settings,
+        }
+        self._mesh = mesh
+        self._usual_length = 64 if section is None else section.max_new_tokens
+        self._tells_experts = settings.keep_routing or not policy.spec.experts
+        self._sampler: Sampler | None = None
+        self._staged: VersionedParams | None = None
+        self._takes, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
+        self._takes.set()
+
+    # ---- lifecycle
+
+    def initialize(self) -> None:
+        """Make the sampler. Idempotent. Raises ConfigError."""
+        if self._sampler is None:
+            self._sampler = Sampler(
+                self._policy, weights=self._weights, version=self._version, **self._given
+            )
+            self._sampler.start()
+
+    async def start(self, **_: Any) -> None:
+        """Make the sampler, on a thread: it compiles. Idempotent."""
+        await asyncio.to_thread(self.initialize)
+
+    async def stop(self, **_: Any) -> None:
+        """Close the sampler; running requests fail with Closed. Idempotent."""
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            await asyncio.to_thread(sampler.close)
+
+    async def pause(self, **_: Any) -> None:
+        """Take no more requests; running ones continue. Idempotent."""
+        self._takes.clear()
+
+    async def resume(self, **_: Any) -> None:
+        """Take requests again. Idempotent."""
+        self._takes.set()
+
+    async def get_mesh(self, **_: Any) -> Mesh | None:
+        """Return the sampler's mesh; None: the default device."""
+        return self._mesh
+
+    async def get_load_info(self, **_: Any) -> SimpleNamespace:
+        """Return how many requests wait and run, and the share of KV pages in use, percent."""
+        stats = None if self._sampler is None else self._sampler.stats()
+        return SimpleNamespace(
+            num_requests_waiting=stats.waiting if stats else 0,
+            num_requests_running=stats.in_flight if stats else 0,
+            kv_cache_usage_perc=100.0 * stats.used_page_share if stats else 0.0,
+        )
+
+    # ---- requests
+
+    async def sample(self, sampling_requests: Any, **usual: Any) -> list[Any]:
+        """Complete requests, or prompts; while it is paused, wait.
+
+        Args:
+            sampling_requests: one or several, each a text, token ids, or a request with `prompt`
+                and, optionally, `request_id` and `sampling_params`: max_tokens (without it,
+                sampler.max_new_tokens), temperature, top_k, top_p, min_p, stop_token_ids (added
+                to the tokenizer's, or with ignore_eos instead of them), seed (the same prompt, seed
+                and weights give the same tokens), return_logprobs, return_routed_experts,
+                routed_experts_prompt_start. Others are refused (rl_requests.NOT_SERVED).
+            usual: sampling parameters that requests do not set.
+
+        Returns one response each, in their order: request_id, text, prompt_token_ids, token_ids
+        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the sampled distribution
+        (None if not asked for), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
+        layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
+        """
+        await self._takes.wait()
+        await self.start()
+        assert self._sampler is not None
+        asked = [self._asked(one, usual) for one in _each(sampling_requests)]
+        responses = [self._response(one) for one in asked]
+        return list(await asyncio.gather(*responses))
+
+    def _asked(self, given: Any, usual: Mapping[str, Any]) -> Asked | _Refused:
+        """Return a request as ours, with what its response needs; an error in its place."""
+        self._count += 1
+        try:
+            return asked_of(
+                given,
+                usual,
+                self._count,
+                self._policy.tokenizer,
+                usual_length=self._usual_length,
+                tells_experts=self._tells_experts,
+            )
+        except (TypeError, ValueError, JaxrlError) as error:
+            return _Refused(name_of(given, self._count), error)
+
+    async def _response(self, asked: Asked | _Refused) -> SimpleNamespace:
+        if isinstance(asked, _Refused):
+            return _failed(asked.name, asked.error)
+        try:
+            assert self._sampler is not None
+            done = await self._sampler.submit(asked.request)
+        except (TypeError, ValueError, JaxrlError) as error:
+            return _failed(asked.name, error)
+        return self._answer(asked, done)
+
+    def _answer(self, asked: Asked, done: Completion) -> SimpleNamespace:
+        experts = done.expert_ids if asked.wants_experts else None
+        return SimpleNamespace(
+            request_id=asked.name,
+            text=self._policy.tokenizer.decode(done.token_ids),
+            prompt_token_ids=asked.request.token_ids,
+            token_ids=done.token_ids,
+            versions=done.versions,
+            logprobs=done.logprobs if asked.wants_logprobs else None,
+            cumulative_logprob=float(done.logprobs.sum()),
+            routed_experts=None if experts is None else experts[asked.experts_from :],
+            finish_reason=FINISHED[done.stop],
+            error=None,
+        )
+
+    # ---- weights
+
+    def get_target_state(self) -> Params:
+        """Return the tree that `weights` must be like, as ShapeDtypeStructs with shardings."""
+        where = self._where()
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            self._policy.params,
+            where,
+        )
+
+    async def get_weight_sync_metadata(self, **_: Any) -> dict[str, Any]:
+        """Return what is known of the weights: axes of the mesh, version, whether they are in
+        use."""
+        return {
+            "sharding": {} if self._mesh is None else dict(self._mesh.shape),
+            "dtype": str(jax.tree.leaves(self._policy.params)[0].dtype),
+            "policy_version": self._version,
+            "cache_valid": self._takes.is_set(),
+        }
+
+    async def bind_weight_sync(self, sync_request: Any = None, **_: Any) -> dict[str, Any]:
+        """Return the metadata: there is nothing to bind, since weights come as arrays."""
+        return await self.get_weight_sync_metadata()
+
+    async def pre_weight_sync(
+        self, sync_request: Any = None, free_kv_cache: bool = True, **_: Any
+    ) -> bool:
+        """Take no more requests. The KV cache is kept: its weights' version is known, and
+        sampler.on_new_weights says what happens to running requests."""
+        self._note(sync_request, IN_PROGRESS)
+        await self.pause()
+        return True
+
+    async def weight_sync(self, sync_request: Any = None, **_: Any) -> int:
+        """Put new weights next to those in use; return their version.
+
+        sync_request: has `weights`, a tree like get_target_state, and `policy_version`, above all
+            before (default: one more).
+
+        Raises WeightsError: they are not such a tree, or not newer.
+        """
+        version = int(value_of(sync_request, "policy_version") or self._version + 1)
+        if version <= self._version:
+            raise WeightsError(
+                f"weights of version {version} do not follow version {self._version}: give a "
+                "larger policy_version."
+            )
+        given = value_of(sync_request, "weights")
+        wanted = self.get_target_state()
+        if problem := _differs(given, wanted):
+            raise WeightsError(f"weights of version {version}: {problem}")
+        placed = await asyncio.to_thread(jax.device_put, given, self._where())
+        self._staged = VersionedParams(version=version, params=placed)
+        return version
+
+    async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
+        """Bring the new weights into use, and take requests again. Raises WeightsError if that
+        takes longer than LIVE_S, or without new weights."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise WeightsError("there are no new weights: call weight_sync first.")
+        await self.start()
+        self._weights.hand_over(staged)
+        if not await asyncio.to_thread(self._weights.wait_live, staged.version, LIVE_S):
+            raise WeightsError(f"version {staged.version} is not in use after {LIVE_S:.0f} s")
+        self._version = staged.version
+        self._note(sync_request, SUCCESS)
+        await self.resume()
+        return True
+
+    async def abort_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
+        """Drop new weights that are not in use, and take requests again."""
+        self._staged = None
+        self._note(sync_request, ABORTED)
+        await self.resume()
+        return True
+
+    async def get_transfer_status(self, req_id: Any, **_: Any) -> str:
+        """Return IN_PROGRESS, SUCCESS, ABORTED or MISSING."""
+        return self._statuses.get(str(req_id), MISSING)
+
+    async def migrate_kv_cache(self, *_: Any, **__: Any) -> bool:
+        """Return False: no KV moves between samplers; a router keeps a group at one."""
+        return False
+
+    def _where(self) -> Any:
+        if self._mesh is None:
+            one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda _: one, self._policy.params)
+        return shardings(weight_table(self._policy.spec), self._mesh, SAMPLER_RULES)
+
+    def _note(self, sync_request: Any, status: str) -> None:
+        name = value_of(sync_request, "req_id") or value_of(sync_request, "request_id")
+        if name:
+            self._statuses.pop(str(name), None)
+            self._statuses[str(name)] = status
+            while len(self._statuses) > MOST_STATUSES:
+                del self._statuses[next(iter(self._statuses))]
+
+
+def _each(given: Any) -> Sequence[Any]:
+    """Return one request or prompt, or several, as several."""
+    if isinstance(given, list | tuple) and not all(isinstance(x, int | np.integer) for x in given):
+        return given
+    return [given] if not isinstance(given, list | tuple) or given else []
+
+
+def _failed(name: str, error: Exception) -> SimpleNamespace:
+    kind = SimpleNamespace(error_type=type(error).__name__, message=str(error), retryable=False)
+    return SimpleNamespace(
+        request_id=name,
+        text="",
+        prompt_token_ids=np.zeros(0, np.int32),
+        token_ids=np.zeros(0, np.int32),
+        versions=np.zeros(0, np.int32),
+        logprobs=None,
+        cumulative_logprob=0.0,
+        routed_experts=None,
+        finish_reason="error",
+        error=kind,
+    )
+
+
+def _differs(given: Any, wanted: Any) -> str | None:
+    """Return how a tree of arrays differs from what is wanted; None: it does not."""
+    if jax.tree.structure(given) != jax.tree.structure(wanted):  # type: ignore[operator]
+        return "they are not a tree like get_target_state()"
+    for (path, w), x in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(given), strict=True
+    ):
+        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+        if shape != w.shape or dtype != w.dtype:
+            name = jax.tree_util.keystr(path)
+            return f"{name} is {dtype} {shape}, and {w.dtype} {w.shape} is wanted"
+    return None

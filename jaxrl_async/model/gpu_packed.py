@@ -1,0 +1,341 @@
+"""cuDNN's flash attention of packed rows, which it knows by the offsets of their segments: without
+a mask [T, T], and without the gradient of one. On NVIDIA's Hopper and later.
+
+    segments    1 1 1 2 2 0 0 0      lengths [3, 2, 3, -1]     starts [0, 3, 5, -1, -1]
+
+JAX has it only in a private function (`dot_product_attention` with q_offsets and kv_offsets). It
+multiplies the offsets of the keys by the number of query heads, so keys and values are repeated
+here until they have as many. cuDNN reserves, while a layer runs, as many numbers for each of the
+most segments of a row as for a whole row: 4 bytes x heads x length, so the number is bounded
+(MOST_SEGMENTS), and rows of more take the kernels of gpu_flash.py, as a branch of the program.
+
+    forward     keeps the output and the log of each query's sum, for the backward pass
+    backward    computes from them, so attention runs forward once, and once more where a layer is
+                computed again as a whole (model.remat=layer)
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.gpu_flash import flash, flash_backward, flash_with_sums
+from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
+
+MOST_SEGMENTS = 16
+"""Most segments of a row that cuDNN is given. With heads of 128 in bfloat16 what it keeps of the
+scores' sums is then a quarter of the queries."""
+MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens."""
+MOST_ELEMENTS = 2**31
+"""Offsets are int32, and count the numbers of all rows."""
+
+RULE = {
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "cudnn_version",
+    "sliding_window_length", "score_mod", "is_training", "return_residual", "res", "grad_output",
+}  # fmt: skip
+"""Arguments by which JAX's rule of the backward pass is known, of jax 0.10 to 0.12."""
+
+Plain = Callable[[Array, Array, Array, Array], Array]
+"""(q, k, v, segment ids) -> [B, T, H, K]."""
+Grads = tuple[Array, Array, Array]
+"""Of q, k and v."""
+
+
+class Offsets(NamedTuple):
+    """Where the segments of each row begin, and how long they are; padding is one, too."""
+
+    lengths: Array  # [B, most] int32; -1: there is no such segment
+    starts: Array  # [B, most + 1] int32; -1: there is no such segment
+
+
+def offsets_of(segment_ids_BT: Array, most: int = MOST_SEGMENTS) -> Offsets:
+    """Return the offsets of rows of at most `most` runs of equal ids."""
+    B, T = segment_ids_BT.shape
+    begins = _begins(segment_ids_BT)
+    number = jnp.cumsum(begins, axis=1) - 1  # of each token's segment
+    there = jnp.where(begins & (number < most), number, most + 1)  # beyond: dropped
+    rows = jnp.arange(B)[:, None]
+    places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    none = jnp.full((B, most + 1), -1, jnp.int32)
+    starts = none.at[rows, there].set(places, mode="drop")
+    ends = jnp.where(starts[:, 1:] >= 0, starts[:, 1:], T)
+    lengths = jnp.where(starts[:, :-1] >= 0, ends - starts[:, :-1], -1)
+    return Offsets(lengths, starts)
+
+
+def num_runs(segment_ids_BT: Array) -> Array:
+    """Return the most runs of equal ids in a row, [] int32."""
+    return jnp.max(jnp.sum(_begins(segment_ids_BT), axis=1, dtype=jnp.int32))
+
+
+def _begins(segment_ids_BT: Array) -> Array:
+    changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+
+
+class Kernels(NamedTuple):
+    """cuDNN's attention of q, k, v [B, T, H, K], causal by segment; a window of 0: none."""
+
+    attend: Callable[[Array, Array, Array, Offsets, float, int], Array]
+    """(q, k, v, offsets, scale, window) -> out [B, T, H, K]."""
+    forward: Callable[[Array, Array, Array, Offsets, float, int], tuple[Array, Array]]
+    """The same, and sums [B x MOST_SEGMENTS, H, T] float32 for the backward pass."""
+    backward: Callable[[Array, Array, Array, Offsets, float, int, Array, Array, Array], Grads]
+    """(..., out, sums, gradient of out) -> gradients."""
+
+
+class Passes(NamedTuple):
+    """One branch: an attention of q [B, T, H, K], k and v [B, T, N, K] and segment ids [B, T].
+    Branches return sums of one shape."""
+
+    attend: Plain
+    forward: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+    backward: Callable[[Array, Array, Array, Array, Array, Array, Array], Grads]
+    """(q, k, v, segment ids, out, sums, gradient of out) -> gradients."""
+
+
+# ---- JAX's private function
+
+
+@cache
+def cudnn_attention() -> Any | None:
+    """Return JAX's private module of cuDNN's attention; None if it has no offsets, or its backward
+    pass takes arguments that are not known here."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        given = inspect.signature(private.dot_product_attention).parameters
+        backward = inspect.signature(private._dot_product_attention_bwd_rule).parameters
+        layout, causal = private.AttentionLayout.BTNH, private.MaskType.PADDING_CAUSAL
+    except (ImportError, AttributeError):
+        return None
+    wanted = {
+        "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length",
+        "return_residual",
+    }  # fmt: skip
+    known = wanted <= given.keys() and backward.keys() <= RULE
+    return private if known and None not in (layout, causal) else None
+
+
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return the installed version of cuDNN, such as (9, 12, 0); None without cuDNN, as where a
+    plan is made."""
+    try:
+        found = _private().check_cudnn_version()
+    except RuntimeError:
+        return None
+    return found // 10_000, found // 100 % 100, found % 100
+
+
+def by_cudnn(
+    q: Array, k: Array, v: Array, offsets: Offsets, scale: float, window: int, *, sums: bool = False
+) -> Any:
+    """Call cuDNN, with as many kv heads as query heads; sums: return them, too."""
+    private = _private()
+    return private.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=offsets.lengths,
+        kv_seqlen=offsets.lengths,
+        q_offsets=offsets.starts,
+        kv_offsets=offsets.starts,
+        scale=scale,
+        mask_type=private.MaskType.PADDING_CAUSAL,
+        sliding_window_length=window or None,
+        return_residual=sums,
+    )
+
+
+def backward_by_cudnn(
+    q: Array,
+    k: Array,
+    v: Array,
+    offsets: Offsets,
+    scale: float,
+    window: int,
+    out: Array,
+    sums: Array,
+    grad: Array,
+) -> Grads:
+    """Call cuDNN's backward pass by JAX's own rule for it, given what the forward pass returned."""
+    private = _private()
+    rule = private._dot_product_attention_bwd_rule
+    names = inspect.signature(rule).parameters
+    none, no_arrays = jnp.zeros(0, q.dtype), ((),) if "score_mod" in names else ()
+    by_name = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),  # no bias, and no gradient of one
+        "mask_type": private.MaskType.PADDING_CAUSAL,
+        "layout": private.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+        "score_mod": None,
+        "is_training": True,
+        "cudnn_version": 0,  # not used in the backward pass
+        "return_residual": False,
+        "res": (q, k, v, none, *(offsets.lengths,) * 2, *(offsets.starts,) * 2, none, none,
+                *no_arrays, sums, out),
+        "grad_output": grad,
+    }  # fmt: skip
+    dq, dk, dv = rule(*(by_name[name] for name in names))[:3]
+    return dq, dk, dv
+
+
+def _private() -> Any:
+    private = cudnn_attention()
+    assert private is not None, "attention.obstacle has refused it"
+    return private
+
+
+CUDNN = Kernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
+
+
+# ---- the attention
+
+
+def cudnn(
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    segment_ids_BT: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+    *,
+    kernels: Kernels = CUDNN,
+) -> Array:
+    """Attend causally within contiguous segments by cuDNN, and by gpu_flash.flash where a row has
+    more than MOST_SEGMENTS of them.
+
+    Differentiable: in addition to q, k and v it keeps the output, and sums of 4 bytes x rows x
+    MOST_SEGMENTS x heads x length. Under model.remat=attention only these are kept, and attention
+    never runs again.
+
+    Args:
+        q_BTHK: float16 or bfloat16; K a multiple of 8, at most what `attention.obstacle` allows.
+        k_BTNK: of the same type.
+        v_BTNK: of the same type.
+        segment_ids_BT: 0 is padding, whose outputs are finite.
+        scoring: a window; ConfigError for a cap.
+        sinks_H: ConfigError, if there are any.
+        kernels: what is called in place of cuDNN, in tests.
+    """
+    refuse_cap(scoring, sinks_H)
+    if q_BTHK.size >= MOST_ELEMENTS:
+        return flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
+    given = q_BTHK, k_BTNK, v_BTNK, segment_ids_BT
+    out: Array = _either(*given, _by_offsets(kernels, scoring.window), _by_flash(scoring))
+    return out
+
+
+def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
+    """Raise ConfigError if scores have a bound, or heads have sinks: cuDNN's attention has
+    neither."""
+    if scoring.cap or sinks_H is not None:
+        lacks = "cap of attention scores" if scoring.cap else "attention sinks"
+        raise ConfigError(
+            f"model.attention=cudnn has no {lacks}, and a model of this run (the policy, a teacher "
+            "or a reward model) needs them. Set model.attention=flash."
+        )
+
+
+def _by_offsets(kernels: Kernels, window: int) -> Passes:
+    """Return cuDNN's passes, of rows in any number of kv heads and of any length."""
+
+    def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        whole, offsets = _whole(q, k, v), _padded_offsets(segment_ids)
+        return kernels.attend(*whole, offsets, q.shape[3] ** -0.5, window)[:, : q.shape[1]]
+
+    def forward(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        whole, offsets = _whole(q, k, v), _padded_offsets(segment_ids)
+        out, sums = kernels.forward(*whole, offsets, q.shape[3] ** -0.5, window)
+        return out[:, : q.shape[1]], sums
+
+    def backward(
+        q: Array, k: Array, v: Array, segment_ids: Array, out: Array, sums: Array, grad: Array
+    ) -> Grads:
+        whole, pull = jax.vjp(_whole, q, k, v)
+        offsets, scale = _padded_offsets(segment_ids), q.shape[3] ** -0.5
+        back = kernels.backward(*whole, offsets, scale, window, _padded(out), sums, _padded(grad))
+        dq, dk, dv = pull(back)
+        return dq, dk, dv
+
+    return Passes(attend, forward, backward)
+
+
+def _by_flash(scoring: Scoring) -> Passes:
+    """Return the passes of gpu_flash, with sums of the shape of cuDNN's: the first rows' count."""
+
+    def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        return flash(q, k, v, segment_ids, scoring)
+
+    def forward(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        out, sums = flash_with_sums(q, k, v, segment_ids, scoring)
+        B, T = segment_ids.shape
+        return out, jnp.pad(sums, ((0, B * (MOST_SEGMENTS - 1)), (0, 0), (0, -T % MULTIPLE)))
+
+    def backward(
+        q: Array, k: Array, v: Array, segment_ids: Array, out: Array, sums: Array, grad: Array
+    ) -> Grads:
+        B, T = segment_ids.shape
+        return flash_backward(q, k, v, segment_ids, scoring, out, sums[:B, :, :T], grad)
+
+    return Passes(attend, forward, backward)
+
+
+def _whole(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Repeat the kv heads until they are as many as the query heads, and pad the rows."""
+    copies = q.shape[2] // k.shape[2]
+    if copies > 1:
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+    return _padded(q), _padded(k), _padded(v)
+
+
+def _padded(x_BT: Array) -> Array:
+    more = (0, -x_BT.shape[1] % MULTIPLE)
+    return jnp.pad(x_BT, ((0, 0), more, *((0, 0),) * (x_BT.ndim - 2)))
+
+
+def _padded_offsets(segment_ids_BT: Array) -> Offsets:
+    return offsets_of(_padded(segment_ids_BT))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _either(q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes) -> Array:
+    """Attend by `one` if cuDNN takes that many segments, else by `other`."""
+    few = _is_few(segments)
+    out: Array = jax.lax.cond(few, one.attend, other.attend, q, k, v, segments)
+    return out
+
+
+def _is_few(segments: Array) -> Array:
+    """Return whether the rows, with what they are padded by, have few enough segments."""
+    return num_runs(segments) < MOST_SEGMENTS
+
+
+def _either_forward(
+    q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes
+) -> tuple[Array, tuple[Array, ...]]:
+    few = _is_few(segments)
+    out, sums = jax.lax.cond(few, one.forward, other.forward, q, k, v, segments)
+    out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
+    return out, (q, k, v, segments, out, sums)
+
+
+def _either_backward(
+    one: Passes, other: Passes, kept: tuple[Array, ...], grad: Array
+) -> tuple[Array, Array, Array, None]:
+    few = _is_few(kept[3])
+    dq, dk, dv = jax.lax.cond(few, one.backward, other.backward, *kept, grad)
+    return dq, dk, dv, None
+
+
+_either.defvjp(_either_forward, _either_backward)

@@ -1,0 +1,397 @@
+"""Attention on the pages of the KV cache for NVIDIA GPUs: a Pallas kernel, compiled by Triton.
+
+Each program of the kernel has some queries of one sequence, in a few heads that share a kv
+head, and walks over the keys that they see, a block at a time, with the softmax of flash attention
+(Dao et al. 2022, arXiv:2205.14135): pages are read in place, and a row costs its own tokens,
+or its window. Where programs are too few for the device, the keys of a query are divided among
+several, whose sums are put together afterwards (Dao et al. 2023, "Flash-Decoding").
+
+    plan    which queries each program has: one of a decode step, or a block of a prompt's
+    pages   [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; [P, G, 1, W] of latent
+            attention, whose keys are the values, too
+    new     [t, 2 N, W]: keys and values of the queries' own tokens, for layers with a window, whose
+            pages do not hold all tokens of a chunk
+
+A head's width is computed in parts of 2^n columns, since Triton has no other shapes: 576 is 512 and
+64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl_async.model.kernels import PLAIN, Scoring
+
+UNSEEN = -1e30
+"""Score of a key that must not be seen, and the maximum of no keys: finite, to avoid NaN."""
+LEAST = 16
+"""Least rows and columns of a product on tensor cores."""
+LARGEST = 64
+"""Most rows, and most keys, of a product."""
+ROW_BYTES = 16 * 2**10
+"""Shared memory for the queries of a program; their sums are as large, or twice, in registers."""
+KEY_BYTES = 72 * 2**10
+"""Shared memory for its keys and values. A multiprocessor gives a program 99 KiB in all on an L4 or
+an RTX card, 163 on an A100 and 227 on an H100. Compiled for an L4, heads of 576 in float32 whose
+keys are values take 68 KiB with their queries, and heads of 256 with separate values 49."""
+MANY_PROGRAMS = 256
+"""Programs that keep a device busy: two for each of an H100's 132 multiprocessors, nearly."""
+MOST_SPLITS = 16
+"""Programs among which the keys of one query are divided at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What a program of the kernel computes in one step; all are powers of 2 but for `heads`."""
+
+    queries: int  # of one sequence
+    heads: int  # that share a kv head
+    rows: int  # at least queries * heads
+    keys: int
+    splits: int  # among which the keys of a query are divided
+    warps: int
+
+
+def tiles(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    head_bytes: int,
+    most_keys: int,
+    sides: int = 2,
+) -> Tiles:
+    """Return what a program computes in one step, for a call of these shapes; one query of each
+    sequence (tokens == sequences) is a decode step.
+
+    Args:
+        tokens: queries of all sequences.
+        sequences: of the call.
+        heads: query heads.
+        kv_heads: that they share.
+        head_bytes: of one key.
+        most_keys: of a sequence.
+        sides: 1: keys are values.
+
+    >>> tiles(256, 256, 16, 8, 256, 2048)
+    Tiles(queries=1, heads=2, rows=16, keys=64, splits=1, warps=4)
+    >>> tiles(4, 4, 16, 8, 256, 2048).splits, tiles(4, 4, 16, 8, 256, 128).splits
+    (8, 1)
+    >>> tiles(2048, 64, 16, 8, 256, 2048).queries
+    32
+    """
+    group, decodes = heads // kv_heads, tokens == sequences
+    most_rows = _size_of(ROW_BYTES, head_bytes)
+    in_one = min(group, most_rows)
+    queries = 1 if decodes else max(1, most_rows // _power_of_two(in_one))
+    rows = max(LEAST, _power_of_two(queries * in_one))
+    keys = _size_of(KEY_BYTES, 2 * sides * head_bytes)  # the next ones are read meanwhile
+    splits = 1
+    if decodes:
+        programs = tokens * kv_heads * -(-group // in_one)
+        wanted = _power_of_two(-(-MANY_PROGRAMS // programs))
+        splits = max(1, min(wanted, MOST_SPLITS, most_keys // (4 * keys)))
+    return Tiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
+
+
+def _size_of(most_bytes: int, each: int) -> int:
+    """Return how many rows, a power of 2 from LEAST to LARGEST, take so many bytes at most."""
+    return next(n for n in (LARGEST, 32, LEAST) if n * each <= most_bytes or n == LEAST)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def column_parts(width: int) -> list[slice]:
+    """Return parts of a head's columns that have powers of 2 each, from LEAST on; the last may
+    reach beyond the width.
+
+    >>> [(s.start, s.stop) for s in column_parts(576)], column_parts(24)
+    ([(0, 512), (512, 576)], [slice(0, 16, None), slice(16, 32, None)])
+    """
+    parts, begin = list[slice](), 0
+    while begin < width:
+        size = max(LEAST, 1 << (width - begin).bit_length() - 1)
+        parts.append(slice(begin, begin + size))
+        begin += size
+    return parts
+
+
+class Plan(NamedTuple):
+    """Which queries each block of programs has, [blocks] int32 each."""
+
+    sequence: Array
+    first: Array  # query, of all sequences' together
+    queries: Array  # how many; 0: the block has none
+    position: Array  # of the first query in its sequence
+    begin: Array  # position of the sequence's first query
+    end: Array  # position behind the last query's; 0: the block has no queries, and reads nothing
+
+
+def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
+    """Divide the queries of sequences into blocks of at most so many."""
+    S = kv_lens.shape[0]
+    lengths = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    blocks_of = (lengths + queries - 1) // queries
+    ends = jnp.cumsum(blocks_of, dtype=jnp.int32)
+    block = jnp.arange(min(tokens, tokens // queries + S), dtype=jnp.int32)
+    sequence = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32).clip(0, S - 1)
+    done = (block - (ends - blocks_of)[sequence]) * queries
+    count = jnp.clip(lengths[sequence] - done, 0, queries)
+    count = jnp.where(block < ends[-1], count, 0)
+    begin = (kv_lens - lengths)[sequence]
+    position = begin + done
+    end = jnp.where(count > 0, position + count, 0)
+    return Plan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)
+
+
+def attend_pages(
+    q_tHK: Array,
+    kv_pages: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    scoring: Scoring = PLAIN,
+    sinks_H: Array | None = None,
+    new_tCW: Array | None = None,
+    *,
+    mesh: Mesh | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Attend with queries of several sequences to their KV pages; arguments and result as of
+    kernels.ragged_paged, whose docstring gives them.
+
+    There are no limits of heads, their width, windows, caps, sinks or page size. Scores, softmax
+    and sums are in float32, products as XLA's are there (of float32 in TF32).
+
+    Args:
+        q_tHK: queries.
+        kv_pages: [P, G, 2 N, W or more], or [P, G, 1, W or more]: keys that are values, too.
+        kv_lens: tokens of each sequence, the queries' tokens included.
+        page_indices: [seqs, pages of a sequence]; those that no query sees may be any below P.
+        cu_q_lens: where the queries of each sequence begin.
+        num_seqs: sequences that count.
+        scoring: window and cap.
+        sinks_H: see attention.softmax_with_sinks.
+        new_tCW: keys and values of the queries' own tokens, as the pages have them: these are then
+            read here, and only those before them in the pages; None: all are in the pages.
+        mesh: heads are divided over tensor if it divides the kv heads, or there is one for all;
+            everything else is whole on each device.
+        interpret: run in Pallas' interpreter, anywhere, for tests.
+    """
+    run = partial(_on_a_device, scoring=scoring, interpret=interpret)
+    optional = {"sinks": sinks_H, "new": new_tCW}
+    given = {name: x for name, x in optional.items() if x is not None}
+    if mesh is not None and mesh.size > 1:
+        of_q, of_kv = _divided(q_tHK.shape[1], kv_pages.shape[2] // 2, mesh.shape["tensor"])
+        rows, whole = PartitionSpec(None, of_q), PartitionSpec()
+        pages = PartitionSpec(None, None, of_kv)
+        others = {"sinks": PartitionSpec(of_q), "new": PartitionSpec(None, of_kv)}
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(rows, pages, *(whole,) * 4, {name: others[name] for name in given}),
+            out_specs=rows,
+            check_vma=False,  # a pallas_call does not say over which axes its result varies
+        )
+    return run(q_tHK, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, given)
+
+
+def _divided(heads: int, pairs: int, ways: int) -> tuple[str | None, str | None]:
+    """Return the axes that divide query heads, and kv heads; pairs: kv heads with values of their
+    own, 0 of latent attention, whose one kv head is whole on each device."""
+    if ways > 1 and heads % ways == 0:
+        if pairs and pairs % ways == 0:
+            return "tensor", "tensor"
+        if pairs <= 1:
+            return "tensor", None
+    return None, None
+
+
+def _on_a_device(
+    q_tHK: Array,
+    kv_pages: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    given: dict[str, Array],
+    *,
+    scoring: Scoring,
+    interpret: bool,
+) -> Array:
+    """Run the kernel with the heads of one device."""
+    t, H, K = q_tHK.shape
+    G, C = kv_pages.shape[1:3]
+    N = max(1, C // 2)
+    S, width = page_indices.shape
+    tile = tiles(t, S, H, N, K * kv_pages.dtype.itemsize, width * G, min(C, 2))
+    plan = plan_of(t, tile.queries, kv_lens, cu_q_lens, num_seqs)
+    head_blocks = -(-(H // N) // tile.heads)
+    split = tile.splits > 1
+    shape = (tile.splits, t, H) if split else (t, H)
+    outs = [jax.ShapeDtypeStruct((*shape, K), jnp.float32 if split else q_tHK.dtype)]
+    if split:
+        outs += [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+    run = pl.pallas_call(
+        partial(_kernel, names=tuple(given), tile=tile, group=H // N, scoring=scoring, width=K),
+        grid=(N * head_blocks, len(plan.first), tile.splits),
+        out_shape=outs,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=2),
+        interpret=interpret,
+        name="attend_pages",
+    )
+    found = run(jnp.stack(plan, axis=1), page_indices, q_tHK, kv_pages, *given.values())
+    out = _together(*found).astype(q_tHK.dtype) if split else found[0]
+    real = jnp.arange(t) < cu_q_lens[num_seqs[0]]
+    return jnp.where(real[:, None, None], out, 0)
+
+
+def _together(out: Array, largest: Array, total: Array) -> Array:
+    """Put together what the splits have: sums of values [splits, t, H, K], each by its own largest
+    score, and sums of odds [splits, t, H]."""
+    share = jnp.exp(largest - jnp.max(largest, axis=0))
+    total = jnp.sum(total * share, axis=0)
+    return jnp.sum(out * share[..., None], axis=0) / total[..., None]
+
+
+class _Sums(NamedTuple):
+    """What a program has summed so far."""
+
+    largest: Array  # [rows] score
+    total: Array  # [rows] of the odds
+    values: tuple[Array, ...]  # [rows, columns], of each part
+
+
+def _kernel(
+    plan_ref: Any,
+    tables_ref: Any,
+    q_ref: Any,
+    pages_ref: Any,
+    *refs: Any,
+    names: tuple[str, ...],
+    tile: Tiles,
+    group: int,
+    scoring: Scoring,
+    width: int,
+) -> None:
+    given, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    head_blocks = -(-group // tile.heads)
+    kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
+    block, split = pl.program_id(1), pl.program_id(2)
+    sequence, first, count, position, begin, end = (plan_ref[block, i] for i in range(6))
+
+    # rows: queries, and within each its heads
+    row = jnp.arange(tile.rows)
+    in_group = head_block * tile.heads + row % tile.heads
+    used = (row // tile.heads < count) & (in_group < group)
+    query = jnp.where(used, first + row // tile.heads, q_ref.shape[0])  # of none: beyond the last
+    head = kv_head * group + in_group
+    at = position + row // tile.heads  # position of each row's query
+    parts = column_parts(width)
+
+    def cells_of(ref: Any, index: tuple[Any, ...], used: Array, part: slice) -> tuple[Any, Array]:
+        """Return some columns of what is at each index, [n, columns], and which of them count. (The
+        interpreter takes numbers, or arrays of one shape.)"""
+        column = jnp.arange(part.stop - part.start) + part.start
+        shape = used.shape[0], column.shape[0]
+        whole = [i if jnp.ndim(i) == 0 else i[:, None] for i in index]
+        arrays = [jnp.broadcast_to(i, shape) for i in (*whole, column[None])]
+        return ref.at[tuple(arrays)], used[:, None] & (column < width)[None]
+
+    def load(ref: Any, index: tuple[Any, ...], used: Array, part: slice) -> Array:
+        cells, mask = cells_of(ref, index, used, part)
+        return plgpu.load(cells, mask=mask, other=0)
+
+    queries = [load(q_ref, (query, head), used, part) for part in parts]
+    sides = min(pages_ref.shape[2], 2)  # 1: keys are values
+    key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if sides > 1 else (0, 0)
+
+    def step(
+        sums: _Sums, places: Array, seen: Array, ref: Any, index: Callable[[Any], tuple[Any, ...]]
+    ) -> _Sums:
+        """Attend to the keys at these positions of the sequence."""
+        keys = [load(ref, index(key_row), seen, part) for part in parts]
+        scores = sum(plgpu.dot(q, k, trans_b=True) for q, k in zip(queries, keys, strict=True))
+        scores = scores * width**-0.5
+        if scoring.cap:
+            scores = scoring.cap * jnp.tanh(scores / scoring.cap)
+        visible = seen[None] & (places[None] <= at[:, None])
+        if scoring.window:
+            visible &= places[None] > at[:, None] - scoring.window
+        scores = jnp.where(visible, scores, UNSEEN)
+        largest = jnp.maximum(sums.largest, jnp.max(scores, axis=1))
+        odds = jnp.where(visible, jnp.exp(scores - largest[:, None]), 0)
+        shrunk = jnp.exp(sums.largest - largest)
+        shares = odds.astype(q_ref.dtype)
+        values = keys
+        if sides > 1:
+            values = [load(ref, index(value_row), seen, part) for part in parts]
+        return _Sums(
+            largest,
+            sums.total * shrunk + jnp.sum(odds, axis=1),
+            tuple(
+                old * shrunk[:, None] + plgpu.dot(shares, v)
+                for old, v in zip(sums.values, values, strict=True)
+            ),
+        )
+
+    def over(low: Array, end: Array, sums: _Sums, ref: Any, index: Callable[..., Any]) -> _Sums:
+        """Attend to the keys from position `low` to before `end`, this split's part of them."""
+        blocks = (jnp.maximum(end - low, 0) + tile.keys - 1) // tile.keys
+        each = (blocks + tile.splits - 1) // tile.splits
+
+        def body(i: Array, sums: _Sums) -> _Sums:
+            places = low + i * tile.keys + jnp.arange(tile.keys)
+            seen = places < end
+            places = jnp.where(seen, places, low)
+            return step(sums, places, seen, ref, partial(index, places))
+
+        return jax.lax.fori_loop(split * each, jnp.minimum((split + 1) * each, blocks), body, sums)
+
+    page_tokens = pages_ref.shape[1]
+
+    def in_pages(places: Array, cell: Any) -> tuple[Any, ...]:
+        return tables_ref[sequence, places // page_tokens], places % page_tokens, cell
+
+    low = jnp.int32(0)
+    if scoring.window:
+        low = jnp.maximum(position + 1 - scoring.window, 0)
+    none = jnp.full(tile.rows, UNSEEN, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
+    if "sinks" in given:  # only of the first split
+        sinks = plgpu.load(given["sinks"].at[head], mask=used, other=0).astype(jnp.float32)
+        is_first = used & (split == 0)
+        none = jnp.where(is_first, sinks, UNSEEN), jnp.where(is_first, 1.0, 0.0)
+    empty = tuple(jnp.zeros((tile.rows, p.stop - p.start), jnp.float32) for p in parts)
+    sums = _Sums(*none, empty)
+    if "new" in given:
+        sums = over(low, jnp.minimum(begin, end), sums, pages_ref, in_pages)
+        behind = first - position  # the token at position 0, if all were among the queries
+
+        def among_new(places: Array, cell: Any) -> tuple[Any, ...]:
+            return behind + places, cell
+
+        sums = over(jnp.maximum(low, begin), end, sums, given["new"], among_new)
+    else:
+        sums = over(low, end, sums, pages_ref, in_pages)
+
+    index: tuple[Any, ...] = (query, head)
+    if partial_refs:
+        index = (jnp.full_like(row, split), *index)
+        for ref, x in zip(partial_refs, sums[:2], strict=True):
+            plgpu.store(ref.at[index], x, mask=used)
+    for part, values in zip(parts, sums.values, strict=True):
+        if not partial_refs:
+            values = values / jnp.where(used, sums.total, 1)[:, None]
+        cells, mask = cells_of(out_ref, index, used, part)
+        plgpu.store(cells, values.astype(out_ref.dtype), mask=mask)

@@ -1,0 +1,63 @@
+"""How long an instruction of a compiled program takes, seconds. Pure functions.
+
+The TPU's compiler says it, in cycles; what it cannot estimate takes its roofline. The compiler for
+NVIDIA cards says nothing: there it is arithmetic, the longer of products at PRODUCT_SHARE of the
+peak and bytes at BYTES_SHARE of the bandwidth, and LAUNCH_S for each kernel.
+"""
+
+import re
+from collections.abc import Callable
+
+from jaxrl_async.plan.chips import Chip
+from jaxrl_async.plan.hlo import NO_ESTIMATE, Instruction, arrays_of
+from jaxrl_async.sampler.device.sampling_kernel import LANES, PLAIN, ROWS, TILES, TRUNCATED
+
+PRODUCT_SHARE = 0.7
+"""Assumed share of a card's peak that products of matrices reach; nothing was measured by this
+project, and no source gives Triton's for these shapes. An H100 reaches about 0.8 of it in cuBLAS'
+largest products, less in smaller ones.
+"""
+BYTES_SHARE = 0.8
+"""Assumed share of a card's bandwidth that kernels reach that only move memory. An H100 reaches 0.9
+in copies of a gigabyte."""
+TALK = ("all-", "reduce-scatter", "collective-", "async-")
+"""How opcodes of communication begin, whose time is counted apart."""
+LAUNCH_S = 2e-6
+"""Assumed time from one kernel to the next, seconds, in a command buffer (CUDA graph)."""
+
+DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
+"""Cycles of the kernel that samples tokens, for eight rows and each chunk of its loops: the
+compiler's schedule of them for v5e and v6e (2 x 32 turns of 35 and 50 cycles to truncate)."""
+
+Pace = Callable[[Instruction, float, float], float]
+"""Function of an instruction, its FLOPs in products of matrices, and the bytes it moves."""
+
+
+def draw_cycles(i: Instruction) -> float:
+    """Return the cycles of a TPU's kernel that samples tokens; 0: it is another instruction."""
+    each = DRAW_CYCLES.get(re.sub(r"[.\d]+$", "", i.name), 0)
+    given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
+    if not each or not given:
+        return 0.0
+    rows, vocab = arrays_of(given[1])[0][1]
+    return float(each * -(-rows // ROWS) * -(-vocab // (TILES * LANES)))
+
+
+def pace_of(chip: Chip) -> Pace:
+    """Return how long an instruction takes on a chip, or a card."""
+
+    def of_chip(i: Instruction, flops: float, num_bytes: float) -> float:
+        if i.cycles == NO_ESTIMATE:
+            return max(flops / chip.peak_flops, num_bytes / chip.hbm_bytes_per_s)
+        return (i.cycles + draw_cycles(i)) / chip.clock_hz
+
+    if not chip.is_card:
+        return of_chip
+    products, memory = chip.peak_flops * PRODUCT_SHARE, chip.hbm_bytes_per_s * BYTES_SHARE
+
+    def of_card(i: Instruction, flops: float, num_bytes: float) -> float:
+        if not (flops or num_bytes) or i.opcode.startswith(TALK):
+            return 0.0
+        return LAUNCH_S + max(flops / products, num_bytes / memory)
+
+    return of_card

@@ -1,0 +1,139 @@
+"""What a run keeps on its devices, and whether they hold it. By arithmetic: nothing is compiled.
+Activations and the programs' temporaries are not included; `jaxrl-async plan` adds them."""
+
+import os
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.seats_section import resident_snapshots
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.host import more_of_a_gpu
+from jaxrl_async.mesh import Slices
+from jaxrl_async.model.frozen_base import base_bytes, form_of
+from jaxrl_async.model.lora import lora_of, trained_table
+from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
+from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
+from jaxrl_async.sampler.setup import kv_plan
+from jaxrl_async.trainer.optimizer import optimizer_bytes
+
+SMALLER = (
+    "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to what is free, or "
+    "take more devices."
+)
+
+
+def trainer_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes that the trainer keeps, all devices together: weights, their gradient, the
+    optimizer's state, the weights in transfer, and a reference. The kinds of plan.hbm, without
+    activations and programs."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
+    learnt = num_in(trained_table(spec, lora))
+    offloaded = "optimizer" in config.trainer.offload
+    kept = dtype.itemsize + (0 if offloaded else optimizer_bytes(config.trainer, dtype))
+    held = learnt * (dtype.itemsize + kept)
+    if lora is not None:
+        held += base_bytes(spec, form, dtype)
+    sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
+    refers = config.refers and lora is None and "reference" not in config.trainer.offload
+    reference = num_weights(spec) * dtype.itemsize if refers else 0
+    return float(held + sent + reference)
+
+
+def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes of one version on its way to a sampler, or of an adapter: the copy that the
+    trainer makes of it. A colocated sampler gets that very copy."""
+    learnt = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
+    return float(learnt * _sent_itemsize(config))
+
+
+def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
+    """Return the bytes that trainer and sampler keep on the same devices, all of one process
+    together; weights in transfer are there once. mesh: see sampler_bytes."""
+    processes = config.mesh.trainer.num_devices // config.mesh.sampler.num_devices
+    of_trainer = trainer_bytes(config, spec) - in_transfer_bytes(config, spec)
+    return of_trainer / processes + sampler_bytes(config, spec, mesh)
+
+
+def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
+    """Return the bytes that a sampler keeps, all of its devices together: weights, the next weights
+    while they arrive, the KV cache, logits, and copies of pages where decoding works on those.
+
+    mesh: the sampler's; None: as on the first device of this process.
+    """
+    dtype = jnp.dtype(config.model.computes_in)
+    form, one = form_of(config.model.lora), _sent_itemsize(config)
+    base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
+    arriving = in_transfer_bytes(config, spec)
+    return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
+
+
+def _sent_itemsize(config: Config) -> int:
+    return int(jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize)
+
+
+def _kv_of(config: Config, spec: ModelSpec, mesh: Mesh | None) -> MemoryPlan:
+    keeps, dtype = config.algorithm.keep_routing, jnp.dtype(config.model.computes_in)
+    return kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
+
+
+def _decoding_bytes(plan: MemoryPlan, spec: ModelSpec) -> int:
+    """Return the bytes of pages, of copies of them, and of the logits of slots and rows."""
+    logits = 4 * spec.vocab * (2 * plan.slots + plan.reserve)
+    return plan.kv_bytes + plan.copy_bytes + logits
+
+
+# ---- whether it fits
+
+
+def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
+    process instead of failing."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        available = mesh.size * (device.memory_stats() or {}).get("bytes_limit", needed_bytes)
+    if needed_bytes > available:
+        more = more_of_a_gpu() if device.platform == "gpu" else ""
+        raise ConfigError(
+            f"{what} would take {needed_bytes / 2**30:,.1f} GiB at least, and the mesh has "
+            f"{available / 2**30:,.1f} GiB. {more}{remedy}"
+        )
+
+
+def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
+    """Raise ConfigError if the devices certainly do not hold what a run keeps there; samplers in
+    separate processes check this there (check_sampler_fits)."""
+    if config.mesh.remote or config.sampler.engine != "native":
+        return
+    trainer = 0.0
+    if slices.colocated:
+        mesh = slices.sampler
+        trainer = both_bytes(config, spec, mesh) - sampler_bytes(config, spec, mesh)
+    check_sampler_fits(config, spec, slices.sampler, trainer)
+
+
+def check_sampler_fits(
+    config: Config, spec: ModelSpec, mesh: Mesh, trainer_bytes: float = 0.0
+) -> None:
+    """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, in
+    addition to what the trainer alone keeps there. Of a CPU, whose memory others use as well, only
+    the KV cache counts."""
+    beside = resident_snapshots(config.seats)
+    also = f", with {beside} opponents (seats)" if beside else ""
+    if mesh.devices.flat[0].platform == "cpu":
+        kv = _kv_of(config, spec, mesh).kv_bytes * (1 + beside)
+        return check_memory(kv, mesh, f"the KV cache of a sampler{also}", SMALLER)
+    needed, plan = sampler_bytes(config, spec, mesh) * (1 + beside), _kv_of(config, spec, mesh)
+    copies, remedy = "", SMALLER
+    if plan.copy_bytes:
+        copies = f", {plan.copy_bytes / 2**30:,.1f} GiB of them copies of pages that decode"
+    trains = f", with {trainer_bytes / 2**30:,.1f} GiB of the trainer" if trainer_bytes else ""
+    what = (
+        f"a sampler ({plan.kv_bytes / 2**30:,.1f} GiB of KV cache, weights, logits{copies}){also}"
+        f"{trains}"
+    )
+    return check_memory(needed + trainer_bytes, mesh, what, remedy)

@@ -1,0 +1,44 @@
+"""Settings that earlier runs and versions have written, beside those of now."""
+
+import pytest
+import yaml
+
+from jaxrl_async.config.changes import changes
+from jaxrl_async.config.load import dump, flattened, load
+from jaxrl_async.config.recipes import recipe_file
+
+
+@pytest.fixture
+def older(tmp_path):
+    """The config.yaml of a run by the version in which our own engine was called ours."""
+    tree = yaml.safe_load(dump(load(recipe_file("addition"))))
+    assert tree["sampler"]["engine"] == "native"
+    tree["sampler"]["engine"] = "ours"
+    del tree["sampler"]["engine_class"], tree["run"]["profile"]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def test_an_engine_is_read_by_its_former_name(older, write):
+    assert load(older) == load(recipe_file("addition"))
+    assert load(older, ["sampler.slots=8"]).sampler.slots == 8
+    assert load(write(""), ["sampler.engine=ours"]).sampler.engine == "native"
+    several = load(write("model: {lora: {rank: 4}}\nruns: {a: {sampler: {engine: ours}}, b: {}}"))
+    assert several.runs["a"] == several.runs["b"] == {}
+
+
+def test_other_values_are_refused_as_before(refusal, write):
+    told = refusal(write("sampler: {engine: theirs}"))
+    assert "sampler.engine = 'theirs' is not allowed; it must be one of native, jetstream" in told
+    assert "sampler.engine = 3" in refusal(write("sampler: {engine: 3}"))
+
+
+def test_what_an_older_version_wrote_otherwise_is_no_change(older):
+    before = flattened(yaml.safe_load(older.read_text()))
+    now = flattened(yaml.safe_load(dump(load(older, ["sampler.block=4", "run.profile=[3]"]))))
+    assert list(changes(before, now)) == [("run.profile", [], [3]), ("sampler.block", 8, 4)]
+    assert list(changes({**before, "gone": 1}, before)) == [
+        ("gone", 1, None),
+        ("sampler.engine", "native", "ours"),  # `now` is of this version
+    ]
