@@ -70,7 +70,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
         faults.env_replies(Hits(after=2), no_reply),
         faults.env_replies(Hits(after=4), faults.forever),
         faults.transfer_fails(Hits(after=2)),
-        faults.transfer_tears(Hits(after=4)),
+        faults.transfer_tears(Hits(after=5)),  # the dead sampler is back by then
         faults.out_of_memory(Hits(after=2)),
     ):
         lines = run(tmp_path, "mesh.samplers=2", "faults.sampler_restarts=9")
