@@ -238,7 +238,7 @@ def ragged_paged_reference(
     sinks_H: Array | None = None,
 ) -> Array:
     """Compute kernels.ragged_paged by gathering all pages of each token, of some tokens at a time;
-    same arguments.
+    same arguments. Of latent attention pages are [P, G, W], and keys are values.
 
     Three queries of a sequence of 5 tokens are at its positions 2, 3, 4.
     """
@@ -246,15 +246,17 @@ def ragged_paged_reference(
     token = jnp.arange(t)
     seq = jnp.searchsorted(cu_q_lens[1:], token, side="right").clip(0, kv_lens.shape[0] - 1)
     position = kv_lens[seq] - cu_q_lens[seq + 1] + token
+    kv_rows = kv_pages.shape[2] if kv_pages.ndim == 4 else 1  # 1: keys are values
 
     def one(query: tuple[Array, Array, Array]) -> Array:
         q_HK, seq, position = query
-        kv_SCK = kv_pages[page_indices[seq], ..., :K].reshape(-1, kv_pages.shape[2], K)
+        kv_SCK = kv_pages[page_indices[seq], ..., :K].reshape(-1, kv_rows, K)
         columns = jnp.arange(kv_SCK.shape[0])
         visible_S = columns <= position
         if scoring.window:
             visible_S &= columns > position - scoring.window
-        keys, values = kv_SCK[None, :, 0::2], kv_SCK[None, :, 1::2]
+        keys = kv_SCK[None, :, 0::2]
+        values = kv_SCK[None, :, 1::2] if kv_rows > 1 else keys
         return attend(q_HK[None, None], keys, values, visible_S[None, None], scoring, sinks_H)[0, 0]
 
     out = jax.lax.map(one, (q_tHK, seq, position), batch_size=REFERENCE_TOKENS)

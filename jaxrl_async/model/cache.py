@@ -38,7 +38,7 @@ class PagedKV(NamedTuple):
     gathered: k arrays of [P, N, K, G], v arrays of [P, N, G, K].
     ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis, of latent
     attention [P, G, 1, W]; for a TPU heads are padded with zeros to the width that its kernel
-    reads; v is empty.
+    reads, and pages of latent attention are [P, G, W], so that tokens fill tiles; v is empty.
     """
 
     k: tuple[Array, ...]
@@ -78,6 +78,8 @@ def init_pages(
 
     if ragged and not padded:
         return PagedKV(layers(pages, G, sides * N, K), ())
+    if ragged and sides == 1:
+        return PagedKV(layers(pages, G, page_head_dim(K)), ())
     if ragged and spec.sinks:
         shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to
         sinks = sinks_page(G, 2 * N, K, dtype)
@@ -115,9 +117,11 @@ def write_tokens(
 
 
 def written(pages: Array, k: Array, v: Array, numbers: Array, offsets: Array) -> Array:
-    """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] of these numbers [n]: first
-    head's key, its value, second head's key, ... A number beyond the last is no page."""
-    return pages.at[numbers, offsets].set(cells_of(pages, k, v), mode="drop")
+    """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] or [P, G, W] of these
+    numbers [n]: first head's key, its value, second head's key, ... A number beyond the last is no
+    page."""
+    cells = cells_of(pages, k, v).reshape(-1, *pages.shape[2:])
+    return pages.at[numbers, offsets].set(cells, mode="drop")
 
 
 def cells_of(pages: Array, k: Array, v: Array) -> Array:
@@ -182,12 +186,14 @@ def _values_of(pages: Array, table: Array, extra: int) -> Array:
 
 def pairs_of(pages: Array, table: Array, head_dim: int, extra: int = 0) -> tuple[Array, Array]:
     """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]; of pages
-    [P, G, 1, W] values of width 0."""
+    [P, G, 1, W] or [P, G, W] values of width 0."""
     R, count = table.shape
-    rows = take(pages, table).reshape(R, count * pages.shape[1], *pages.shape[2:])[..., :head_dim]
+    rows = take(pages, table)
+    rows = rows.reshape(R, count * pages.shape[1], -1, pages.shape[-1])[..., :head_dim]
+    latent = rows.shape[2] == 1
     rows = jnp.pad(rows, ((0, 0), (0, extra), (0, 0), (0, 0)))
     keys, values = jnp.moveaxis(rows[:, :, 0::2], 1, 3), jnp.swapaxes(rows[:, :, 1::2], 1, 2)
-    return keys, values if pages.shape[2] > 1 else jnp.swapaxes(keys, 2, 3)[..., :0]
+    return keys, jnp.swapaxes(keys, 2, 3)[..., :0] if latent else values
 
 
 def recent_pages(

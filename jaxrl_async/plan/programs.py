@@ -302,7 +302,8 @@ def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Ke
     model, length = engine.model, config.prompt_limit
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
-    width = page_head_dim(model.head_dim) if engine.pads_pages else model.head_dim
+    width = model.cached_shape[2]
+    width = page_head_dim(width) if engine.pads_pages else width
     flops = 4 * tokens * (length + 1) / 2 * heads * width * model.layers
     return Kernel(
         name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=width

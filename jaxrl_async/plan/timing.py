@@ -47,7 +47,7 @@ CARD_HOP_S = 3e-6
 BACKWARD = (
     "splash_mha_dkv", "splash_mha_dq", "flash_keys", "flash_queries", "cudnn_attention_backward",
 )  # fmt: skip
-ON_PAGES = ("ragged_paged", "decode_on_pages", "attend_pages")
+ON_PAGES = ("ragged_paged", "decode_on_pages", "latent_on_pages", "attend_pages")
 """How the names of kernels begin that attend on the pages of the KV cache: JAX's for TPUs, ours for
 TPUs, and ours for cards. What they compute, and read, their text does not say."""
 EXPOSED = ("all-reduce", "all-to-all")

@@ -49,6 +49,10 @@ from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
 
+TILE_TOKENS = 8
+"""Tokens that fill a tile of a TPU's memory, in pages of latent attention: XLA would copy pages of
+other sizes at each step (of 20 tokens: all of them, compiled for v5e and v6e)."""
+
 LONGEST = 2048
 """Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
 
@@ -235,7 +239,7 @@ def kv_plan(
         keep_routing: whether it tells each token's experts.
     """
     sides, heads, width = spec.cached_shape
-    ragged, platform = uses_ragged(section.attention, mesh, spec), device_of(mesh).platform
+    ragged, platform = uses_ragged(section, mesh, spec), device_of(mesh).platform
     if ragged and platform != "gpu":
         width = page_head_dim(width)
     each = sides * heads * width * jnp.dtype(dtype).itemsize
@@ -307,7 +311,7 @@ def build_engine(
                 "SamplerSettings.adapters: a sampler whose mesh spans several processes serves no "
                 "adapters by name. Take a mesh of one process, or merge the adapter."
             )
-    ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
+    ragged, mixed = uses_ragged(section, mesh, spec), section.matmul == "bfloat16"
     cpu_kernels = (
         section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there(SAMPLING)
     )
@@ -356,11 +360,11 @@ def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
     return bool(device.platform == "cpu" and alone and jnp.dtype(dtype) == jnp.float32)
 
 
-def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
+def uses_ragged(section: schema.SamplerSection, mesh: Mesh | None, spec: ModelSpec) -> bool:
     """Return whether decoding reads the pages through a kernel, given sampler.attention. The kernel
-    for GPUs since Ampere takes all models. The TPU kernels have no latent attention, and a model's
-    sinks need heads that leave columns for them. Raises ConfigError."""
-    device = device_of(mesh)
+    for GPUs since Ampere takes all models. On a TPU a model's sinks need heads that leave columns
+    for them, and latent attention pages of whole tiles. Raises ConfigError."""
+    device, attention = device_of(mesh), section.attention
     if device.platform == "gpu":
         if attention == "ragged" and not has_triton(device):
             raise ConfigError(
@@ -369,12 +373,14 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
                 "sampler.attention=gathered."
             )
         return attention != "gathered" and has_triton(device)
-    if attention == "ragged" and spec.latent:
+    on_tpu = bool(device.platform == "tpu")
+    in_tiles = not spec.latent or section.page_tokens % TILE_TOKENS == 0
+    if on_tpu and not in_tiles and attention != "gathered":
         raise ConfigError(
-            f"sampler.attention=ragged: the kernel has no latent attention, which this "
-            f"{spec.family} model has. Set sampler.attention=gathered."
+            f"sampler.page_tokens={section.page_tokens}: on a TPU pages of latent attention, which "
+            f"this {spec.family} model has, fill tiles of {TILE_TOKENS} tokens. Set a multiple of "
+            f"{TILE_TOKENS}, or sampler.attention=gathered."
         )
     if attention != "auto":
         return attention == "ragged"
-    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
-    return bool(device.platform == "tpu") and fits
+    return on_tpu and (not spec.sinks or has_spare(spec.head_dim))

@@ -27,6 +27,7 @@ from jaxrl_async.model.attention import reference, sequence_attention, tree_spla
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
 from jaxrl_async.model.grouped import grouped_product
 from jaxrl_async.model.kernels import Scoring
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.model.tpu_pages import attend_wide_pages
@@ -81,6 +82,7 @@ def compiled(function: Any, *arguments: Any) -> dict[str, Any]:
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
     }
 
 
@@ -320,6 +322,33 @@ def wide(
     )
 
 
+def latent(
+    *,
+    tokens: int = 64,
+    H: int = 128,
+    K: int = 576,
+    rank: int = 512,
+    page: int = 32,
+    dtype: Any = jnp.bfloat16,
+    kind: str = "v5e:4x4",
+    tensor: int = 1,
+) -> dict[str, Any]:
+    """Latent attention of 64 sequences of up to 2,048 tokens."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=kind)
+    mesh = make_mesh(schema.AxesSection(tensor=tensor), topology.devices[:tensor])
+    ints = partial(array, mesh, dtype=jnp.int32)
+    pages = (4096, page, -(-K // 128) * 128)
+    return compiled(
+        partial(attend_latent_pages, rank=rank, mesh=mesh),
+        array(mesh, (tokens, H, K), dtype, None, "tensor"),
+        array(mesh, pages, dtype),
+        ints((64,)),
+        ints((64, 2048 // page)),
+        ints((65,)),
+        ints((1,)),
+    ) | {"pages_bytes": int(np.prod(pages)) * jnp.dtype(dtype).itemsize}
+
+
 def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str, Any]:
     """Drawing a token for each row, in one pass of the kernel or by XLA's programs."""
     mesh = mesh_of()
@@ -361,7 +390,7 @@ def sampler_program(
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
-        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
+        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=True,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -548,6 +577,16 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "wide on tensor": partial(wide, H=32, N=8, tensor=4),
     "wide float32": partial(wide, H=16, N=8, dtype=jnp.float32),
     "wide sinks in a window": partial(wide, H=64, N=8, K=64, window=128, sinks=True),
+    "latent decode": latent,
+    "latent decode on v6e": partial(latent, kind="v6e:2x2"),
+    "latent decode on tensor": partial(latent, tensor=4),
+    "latent decode in float32": partial(latent, H=16, dtype=jnp.float32),
+    "latent decode of small heads": partial(latent, H=4, K=24, rank=16),
+    "latent decode of small pages": partial(latent, H=16, page=8),
+    "latent chunks": partial(latent, tokens=2048),
+    "latent chunks on v6e": partial(latent, tokens=2048, kind="v6e:2x2"),
+    "latent chunks in float32": partial(latent, tokens=512, page=128, dtype=jnp.float32),
+    "latent chunks of small heads": partial(latent, tokens=512, H=4, K=24, rank=16),
     "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
 }
 

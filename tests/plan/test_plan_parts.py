@@ -384,6 +384,7 @@ def test_the_experts_products_take_their_bytes_or_their_flops():
         (("draw_truncated", "ragged-dot-none"), False),
         (("draw_token", "ragged_paged_attention_kernel"), True),
         (("draw_token", "decode_on_pages"), True),
+        (("draw_token", "latent_on_pages"), True),
         (("attend_pages",), True),
     ],
 )

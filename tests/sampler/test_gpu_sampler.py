@@ -1,5 +1,5 @@
-"""A whole sampler that decodes and prefills on the pages by the GPU's kernel, in Pallas'
-interpreter: it draws what the sampler of a CPU draws."""
+"""A whole sampler that decodes and prefills on the pages by the GPU's kernel, or the TPU's of
+latent attention, in Pallas' interpreter: it draws what the sampler of a CPU draws."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from tiny import Held
 from jaxrl_async.config import schema
 from jaxrl_async.model import gpu_pages
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import shapes
@@ -20,6 +21,7 @@ from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
 from jaxrl_async.sampler.device import decode, prefilling
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
@@ -45,18 +47,24 @@ def model(family: str, **more: object) -> tuple[ModelSpec, Params]:
 
 @pytest.fixture
 def interpreted(monkeypatch):
+    def kernel(spec: EngineSpec) -> partial:
+        if spec.on_gpu:
+            return partial(gpu_pages.attend_pages, mesh=spec.mesh, interpret=True)
+        return partial(attend_latent_pages, rank=spec.model.latent.rank, interpret=True)
+
     for module in (decode, prefilling):
-        monkeypatch.setattr(
-            module,
-            "ragged_kernel",
-            lambda spec: partial(gpu_pages.attend_pages, mesh=spec.mesh, interpret=True),
-        )
+        monkeypatch.setattr(module, "ragged_kernel", kernel)
 
 
 def make_pair(
-    family: str, pages: int | None = None, settings: SamplerSettings | None = None, **wishes: object
+    family: str,
+    pages: int | None = None,
+    settings: SamplerSettings | None = None,
+    on: str = "gpu",
+    **wishes: object,
 ) -> tuple[Sampler, Sampler]:
-    """The same sampler twice: on a CPU, and by the kernel; pages: of each, if few."""
+    """The same sampler twice: on a CPU, and by the kernel of this platform; pages: of each, if
+    few."""
     of_model = ("window", "experts", "kv_heads", "layers")
     spec, params = model(family, **{n: wishes.pop(n) for n in of_model if n in wishes})
     section = SECTION.model_copy(update=wishes)
@@ -65,7 +73,8 @@ def make_pair(
         of_page = kv_plan(spec, section, settings.dtype).page_bytes / 2**20
         section = section.model_copy(update={"kv_memory_mib": (pages + 0.5) * of_page})
     plain = Sampler((spec, params), section=section, settings=settings)
-    engine = Engine(replace(plain.engine.spec, ragged=True, on_gpu=True, cpu_attention=False))
+    platform: dict = {"ragged": True, f"on_{on}": True}
+    engine = Engine(replace(plain.engine.spec, cpu_attention=False, **platform))
     setup = replace(plain.setup, engine=engine)
     return plain, Sampler.from_setup(setup, engine.prepare(params), 0, FIXED_WEIGHTS)
 
@@ -117,10 +126,14 @@ EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
                 {"family": "gemma2", "window": 7, "page_tokens": 8},
                 {"family": "qwen3_next", "layers": 4, "experts": 4},
                 {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "pages": 18},
+                {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "pages": 18, "on": "tpu"},
             )
         ),
     ],
-    ids=lambda case: f"{case['family']}{'' if 'pages' in case else ' with room'}",
+    ids=lambda case: (
+        f"{case['family']}{'' if 'pages' in case else ' with room'}"
+        f"{' on a TPU' if 'on' in case else ''}"
+    ),
 )
 def test_it_draws_the_same_tokens(case, interpreted) -> None:
     plain, sampler = make_pair(**case)

@@ -121,6 +121,8 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
 
     def of_pages(x: Any) -> NamedSharding:
         shape = x.shape
+        if len(shape) == 3:  # a TPU's, of latent attention: one head
+            return NamedSharding(mesh, PartitionSpec())
         if spec.ragged:  # key and value of a head stay together
             shape = (*shape[:2], max(1, shape[2] // 2), shape[3])
         return NamedSharding(mesh, spec_for(shape, axes, mesh, SAMPLER_RULES))

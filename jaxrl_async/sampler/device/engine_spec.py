@@ -103,8 +103,9 @@ class EngineSpec:
 
     @property
     def wide_heads(self) -> bool:
-        """Whether heads are wider than a TPU's register."""
-        return self.model.head_dim > LANES
+        """Whether heads of keys in pages are wider than a TPU's register; latent attention has a
+        kernel of its own, for all widths."""
+        return self.model.latent is None and self.model.head_dim > LANES
 
     @property
     def prefills_in_pages(self) -> bool:

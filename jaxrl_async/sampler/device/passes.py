@@ -12,6 +12,7 @@ from jaxrl_async.model import decoder, gpu_pages
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.arguments import EngineWeights
@@ -25,6 +26,8 @@ def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
     kernels.ragged_paged."""
     if spec.on_gpu:
         return partial(gpu_pages.attend_pages, mesh=spec.mesh)
+    if spec.on_tpu and spec.model.latent:
+        return partial(attend_latent_pages, rank=spec.model.latent.rank, mesh=spec.mesh)
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
 
 
