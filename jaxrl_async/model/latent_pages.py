@@ -1,6 +1,6 @@
 """Attention on pages of latent attention (latent.py) by our own TPU kernel: decode steps, prompts.
 
-All heads share one key a token, which is the value, too, so that a page is a matrix [G, W] of its
+All heads share one key a token, which is the value, too. So a page is a matrix [G, W] of its
 tokens, which fill the tiles of a TPU's memory. A program of the kernel has some queries of one
 sequence in all heads, one matrix, and walks over the pages that they see, some at a time, with the
 softmax of flash attention (Dao et al. 2022, arXiv:2205.14135). Programs run one after the other,

@@ -296,17 +296,20 @@ def sampler_programs(
 def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
     """Return what the ragged kernels of a prefill of so many tokens compute on a device, of prompts
     as long as they may be: two products of each query with its own token and those before, in heads
-    as wide as the pages have them. None: prompts are not prefilled on the pages."""
+    as wide as the pages have them; of a TPU's latent attention, whose values are a part of the keys,
+    the second is as wide as these. None: prompts are not prefilled on the pages."""
     if not engine.prefills_in_pages:
         return None
     model, length = engine.model, config.prompt_limit
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
-    width = model.cached_shape[2]
-    width = page_head_dim(width) if engine.pads_pages else width
-    flops = 4 * tokens * (length + 1) / 2 * heads * width * model.layers
+    keys = values = model.cached_shape[2]
+    if engine.pads_pages:
+        keys = page_head_dim(keys)
+        values = page_head_dim(model.latent.rank) if model.latent else keys
+    flops = 2 * tokens * (length + 1) / 2 * heads * (keys + values) * model.layers
     return Kernel(
-        name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=width
+        name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=keys
     )
 
 

@@ -551,6 +551,17 @@ GROUPS = (
         ),
     ),
     Group(
+        "model/latent_pages",
+        ("model/test_latent_pages.py::test_each_query_attends_to_the_tokens_up_to_its_own",),
+        (
+            ("seen = token <= positions[i]", "seen = token < positions[i]"),
+            ("(jnp.cumsum(blocks) - blocks) % 2", "jnp.cumsum(blocks) % 2"),
+            ("total[...] = total[...] * kept", "total[...] = total[...]"),
+            ("@pl.when(page * G < ends[program])", "@pl.when(page * G < ends[program] - G)"),
+            ("-(-plan.end // (count * G))", "plan.end // (count * G)"),
+        ),
+    ),
+    Group(
         "model/cache",
         ("model/test_windows.py::test_the_pages_of_a_window_hold_each_of_its_tokens",),
         (

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from builders import tiny_spec
 from jax.sharding import AbstractMesh
 
 from jaxrl_async.config import schema
@@ -206,6 +207,19 @@ def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_ow
     assert kernel.flops == pytest.approx(2 * 2 * seen * (4 / devices) * 128 * 2)
     assert (kernel.times, kernel.length, kernel.width) == (2, 100, 128)
     assert lowering.prefill_kernel(config, replace(engine, ragged=False), 300) is None
+
+
+@pytest.mark.parametrize(("platform", "columns"), [("tpu", 128 + 128), ("gpu", 30 + 30)])
+def test_a_prefill_of_latent_attention_counts_the_columns_of_its_one_head(platform, columns):
+    """A rank of 24 and 6 numbers that turn, for each of 4 heads, in 2 layers."""
+    spec = tiny_spec(64, family="deepseek_v3", layers=2, experts=4, kv_heads=4, head_dim=12)
+    config = config_of()
+    place = {"ragged": True, f"on_{platform}": True, "draws_by_kernel": False}
+    engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, **place)
+    kernel = lowering.prefill_kernel(config, engine, 300)
+    seen = 3 * sum(position + 1 for position in range(100))
+    assert kernel.flops == pytest.approx(2 * seen * spec.heads * columns * 2)
+    assert kernel.width == columns // 2
 
 
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
