@@ -296,8 +296,8 @@ def sampler_programs(
 def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
     """Return what the ragged kernels of a prefill of so many tokens compute on a device, of prompts
     as long as they may be: two products of each query with its own token and those before, in heads
-    as wide as the pages have them; of a TPU's latent attention, whose values are a part of the keys,
-    the second is as wide as these. None: prompts are not prefilled on the pages."""
+    as wide as the pages have them (of a TPU's latent attention the second in values, a part of the
+    keys). None: prompts are not prefilled on the pages."""
     if not engine.prefills_in_pages:
         return None
     model, length = engine.model, config.prompt_limit
