@@ -201,6 +201,7 @@ def test_other_addresses_are_refused(address):
 WORKER = f"""
 import os, signal, sys
 import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 if len(sys.argv) > 2:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -222,6 +223,7 @@ with Checkpoints(place, 2) as checkpoints:
         if act in ("save", "die"):
             checkpoints.save(int(step), state=state(int(step)), loop={{"version": int(step)}})
             checkpoints.wait()
+            multihost_utils.sync_global_devices("saved")  # the first process seals for all
         elif act == "cut":
             find = place._find(f"{{place.root}}/{{step}}/state")
             name = max((n for n in find if "/d/" in n), key=lambda n: find[n]["size"])
