@@ -7,7 +7,7 @@
 
 A bucket renames nothing, but an object appears whole or not at all: what has no checksums.json is
 no checkpoint, and is removed at the next use. The digests are those that the bucket computes of
-what it has received, so that a check lists objects and reads none of them.
+what it has received: a check lists the objects and reads none of them.
 """
 
 import errno
@@ -263,7 +263,7 @@ def _newest_records(place: BucketPlace, steps: list[int]) -> Mapping[str, bytes]
 
 
 def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether size and sums are equal, as far as both are told."""
+    """Return whether size and sums are equal, where both are known."""
     pairs = [(one.get(fact), other.get(fact)) for fact in FACTS]
     told = [(a, b) for a, b in pairs if a is not None and b is not None]
     return bool(told) and all(a == b for a, b in told)

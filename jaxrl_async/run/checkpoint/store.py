@@ -91,8 +91,9 @@ class Checkpoints:
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
         """
-        path = isinstance(directory, Path)
-        self._place: Place = FolderPlace(directory.absolute()) if path else directory
+        self._place: Place = (
+            FolderPlace(directory.absolute()) if isinstance(directory, Path) else directory
+        )
         self.directory, self._keep, self._verify = self._place.directory, keep, verify
         self._run = run
         self._watch = None if run is None else FolderWatch(run.root)

@@ -289,12 +289,16 @@ def test_each_process_writes_its_own_shards_and_one_seals():
 
 
 HELD = """
-import os, time
+import time
 from pathlib import Path
 
+CALLS = []
+
+
 def many_digits(prompt, completion, reference):
-    while Path(__file__).with_name("hold").exists() and time.sleep(0.5) is None:
-        pass
+    CALLS.append(1)
+    while len(CALLS) > 28 and Path(__file__).with_name("hold").exists():
+        time.sleep(0.05)
     return sum(c.isdigit() for c in completion) / 8
 """
 TINY = (
@@ -327,6 +331,7 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
         env = {**environment(store), "PYTHONPATH": str(ROOT)}
         there = [*command, f"run.dir={tmp_path / 'here'}", f"checkpoint.dir={BUCKET}/all"]
         there.append("run.resume_or_start=true")
+        (tmp_path / "hold").touch()
         killed = subprocess.Popen(there, cwd=tmp_path, env=env)
         try:
             end_s = time.monotonic() + 240
@@ -336,6 +341,7 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
             killed.kill()
             killed.wait()
         shutil.rmtree(tmp_path / "here")
+        (tmp_path / "hold").unlink()
         done = subprocess.run(
             there, cwd=tmp_path, env=env, timeout=300, capture_output=True, text=True
         )
