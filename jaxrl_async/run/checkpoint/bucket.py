@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError, in_a_line
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, GivenUpReading
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, GivenUpReading, saved_steps
 from jaxrl_async.run.folder import Paths, holds_something, move_aside
 
 ASIDE = CHECKSUMS + UNREADABLE
@@ -214,15 +216,19 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
     not here, or was continued elsewhere since (then it is moved aside). Return whether there is
     such a checkpoint.
 
-    Raises ConfigError if the bucket cannot be read, or holds checkpoints of the run and this is a
-    new one.
+    Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
+    a new one, or if the run saved elsewhere before.
     """
+    root = Path(run.dir) / run.name
     if section.dir is None:
+        if not saved_steps(Paths(root).checkpoints):
+            _check_same_place(section, run)
         return False
-    place, root = open_bucket(section.dir, run.name), Path(run.dir) / run.name
+    place = open_bucket(section.dir, run.name)
     try:
         steps = place.steps()
         if not steps:
+            _check_same_place(section, run)
             return False
         if not (run.resume or run.resume_or_start):
             raise ConfigError(
@@ -246,6 +252,23 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
         if "/" not in name:
             (root / name).write_bytes(content)
     return True
+
+
+def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
+    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
+    no checkpoint at this one, and it would start from its beginning."""
+    paths = Paths(Path(run.dir) / run.name)
+    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
+        return
+    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
+    before = settings.get("checkpoint", {}).get("dir")
+    has_some = before is not None or saved_steps(paths.checkpoints)
+    if before != section.dir and has_some and holds_something(paths.root):
+        raise ConfigError(
+            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
+            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
+            "before, or copy the checkpoints."
+        )
 
 
 def _newest_records(place: BucketPlace, steps: list[int]) -> Mapping[str, bytes]:

@@ -178,6 +178,17 @@ def test_a_new_run_where_checkpoints_are_is_refused(place, tmp_path):
         bring_back_records(CheckpointSection(dir="gs://b"), run)
 
 
+@pytest.mark.parametrize(("before", "now"), [(None, "gs://b"), ("gs://c", None)])
+def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_path, before, now):
+    made_run(tmp_path / "a", "1").config.write_text(json.dumps({"checkpoint": {"dir": before}}))
+    if before is None:
+        (tmp_path / "a/checkpoints/3").mkdir(parents=True)
+    run = RunSection(dir=str(tmp_path), name="a", resume=True)
+    with pytest.raises(ConfigError, match="where it has no checkpoint"):
+        bring_back_records(CheckpointSection(dir=now), run)
+    assert not bring_back_records(CheckpointSection(dir=before), run)
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
