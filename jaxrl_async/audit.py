@@ -18,6 +18,7 @@ import yaml
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import listed_lines, numbered_lines, read_lines
+from jaxrl_async.run.checkpoint.bucket import open_bucket
 from jaxrl_async.run.checkpoint.seal import is_sealed, saved_steps
 
 USAGE = "usage: jaxrl-async audit RUN"
@@ -204,8 +205,7 @@ def audit_run(folder: Path) -> Audit:
     )
     ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
     # The run may be training: what is read first is in what is read later, not the reverse.
-    checkpoints = folder / "checkpoints"
-    sealed = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
+    sealed = _sealed(folder, config)
     before = _reported(metrics)
     lines = [x for x in read_lines(ledger) if "fate" in x]
     reported = _reported(metrics)
@@ -224,6 +224,15 @@ def audit_run(folder: Path) -> Audit:
             f"step {result.steps}, metrics.jsonl at {last}"
         )
     return replace(result, problems=tuple(problems))
+
+
+def _sealed(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """Return the steps of the run's checkpoints with checksums, in its folder or on its bucket."""
+    address = config.get("checkpoint", {}).get("dir")
+    if address is not None:
+        return open_bucket(address, config["run"]["name"]).steps()
+    checkpoints = folder / "checkpoints"
+    return [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
 
 
 def _reported(metrics: Path) -> set[int]:

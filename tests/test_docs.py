@@ -255,6 +255,7 @@ BESIDE = {
        for start in ("data.jsonl.", "data.chat_", "data.keep_thinking", "data.system_prompt")},
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
+    "checkpoint.dir": ["warm_start.steps=0"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
     "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
 }  # fmt: skip

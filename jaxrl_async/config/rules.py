@@ -529,6 +529,26 @@ def a_copy_goes_to_an_address(config: Config) -> Iterator[str]:
         )
 
 
+@rule()
+def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
+    """Refuse what a run keeps in files of its folder beside its checkpoints on a bucket."""
+    if config.checkpoint.dir is None:
+        return
+    kept = {
+        "runs": bool(config.runs),
+        "seats": bool(config.seats),
+        "warm_start.steps": config.warm_start.steps > 0,
+        "model.lora.rank without model.path": config.model.lora.rank > 0
+        and config.model.path is None,
+    }
+    for setting in (name for name, is_set in kept.items() if is_set):
+        yield (
+            f"checkpoint.dir does not go with {setting}: the run would need more than its "
+            "checkpoints to go on elsewhere. Leave checkpoint.dir out: run.copy_to copies the "
+            "whole run to the bucket."
+        )
+
+
 # --- all of them ---------------------------------------------------------------------------------
 
 RULES = RuleBook(

@@ -80,6 +80,9 @@ class FaultsSection(Section):
 
 
 class CheckpointSection(Section):
+    dir: str | None = Field(None, pattern=r"^gs://[^/?@:]+(/[^?]*)?$")
+    """Bucket, as gs://BUCKET/DIR, to whose folder NAME each host of the trainer writes its shards
+    itself; a resumed run that is not here goes on from there; null: in the run's folder."""
     every: NonNegative = 50
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2

@@ -52,6 +52,7 @@ from jaxrl_async.run.builders.devices import (
     with_dtype,
 )
 from jaxrl_async.run.builders.playing import key_variables
+from jaxrl_async.run.checkpoint.bucket import bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
@@ -206,7 +207,9 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
     def prepare(run: RunSection) -> RunSection:
         bring_back(run)
-        return settled(run)
+        goes_on = bring_back_records(config.checkpoint, run)
+        run = settled(run)
+        return run.model_copy(update={"resume": True}) if goes_on else run
 
     return _settled_by_first(config, lockstep, look, prepare)
 
@@ -226,10 +229,12 @@ def claim_together(
 
     config = _settled_by_first(config, lockstep, hold)
     paths = Paths(Path(config.run.dir) / config.run.name)
+    if config.checkpoint.dir is not None:  # nothing that the processes share is in the folder
+        paths.root.mkdir(parents=True, exist_ok=True)
     if not all(lockstep.gather_json(paths.root.is_dir())):
         raise ConfigError(
             f"{paths.root} is not the same folder in all processes: run.dir must lie on storage "
-            "that they share, such as a bucket or NFS."
+            "that they share, such as a mounted bucket or NFS; or set checkpoint.dir=gs://..."
         )
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     return config, paths

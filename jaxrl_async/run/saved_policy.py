@@ -17,7 +17,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.checkpoint.seal import saved_steps
+from jaxrl_async.run.checkpoint.place import place_of
 from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
 from jaxrl_async.run.folder import Paths
 
@@ -30,7 +30,8 @@ def policy_at_end(paths: Paths, dtype: str | None, decoder: str | None) -> Polic
     """
     folder = paths.policy
     if not folder.is_dir():
-        steps = saved_steps(paths.checkpoints)
+        config = load(paths.config)
+        steps = place_of(config.checkpoint, config.run.name, paths).steps()
         instead = (
             f"take a checkpoint: --step, one of {', '.join(map(str, steps))}"
             if steps
@@ -51,19 +52,21 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
         step: of the checkpoint.
         dtype: of the weights; None: model.param_dtype.
     """
-    config, steps = load(paths.config), saved_steps(paths.checkpoints)
+    config = load(paths.config)
+    place = place_of(config.checkpoint, config.run.name, paths)
+    steps = place.steps()
     if config.run.job == "reward_model":
         raise CheckpointError(f"{paths.root} trains a reward model: its checkpoints have no policy")
     if step not in steps:
         raise CheckpointError(
-            f"{paths.checkpoints}: there is no checkpoint of step {step}; there are "
+            f"{place.directory}: there is no checkpoint of step {step}; there are "
             f"{', '.join(map(str, steps)) or 'none'}."
         )
     tokenizer = _tokenizer_of(config, paths)
     spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
-    folder = paths.checkpoints / str(step)
-    learnt = read_learnt(folder, kind)
-    section = read_lora(folder) or config.model.lora  # a start that was refused has left another
+    learnt = read_learnt(place, step, kind)
+    # A start that was refused has left another config.yaml.
+    section = read_lora(place, step) or config.model.lora
     lora = lora_of(spec, section)
     if lora is None:
         path = config.model.path

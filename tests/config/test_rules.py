@@ -469,6 +469,10 @@ BROKEN = {
     "traced_steps_are_made": {"run": {"profile": (2, 2)}},
     "jetstream_draws_in_one_way": {"sampler": {"engine": "jetstream"}},  # eval.temperature
     "a_copy_goes_to_an_address": {"run": {"copy_to": "s3://key:secret@bucket/runs"}},
+    "a_bucket_holds_all_that_a_run_goes_on_with": {
+        "checkpoint": {"dir": "gs://bucket/runs"},
+        "warm_start": {"steps": 2},
+    },
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },

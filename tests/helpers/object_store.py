@@ -36,6 +36,8 @@ def object_store() -> Iterator[Mapping[str, str]]:
         _wait(server, port)
         yield {
             "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",  # orbax writes by it
+            "GCE_METADATA_ROOT": "127.0.0.1:9",  # asks for no token
             "FSSPEC_GS_TOKEN": "anon",
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google itself
         }

@@ -40,7 +40,8 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOO
 """What the system says of files that are missing or of another kind; all else that it says may
 pass, or can be mended, and the files may be whole."""
 PASSING = (
-    "RESOURCE_EXHAUSTED",
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"),
+    *("PERMISSION_DENIED", "UNAUTHENTICATED"),
     *map(os.strerror, (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES)),
     *map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOTCONN, errno.EREMOTEIO)),
 )

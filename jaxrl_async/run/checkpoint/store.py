@@ -34,24 +34,8 @@ from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
-from jaxrl_async.run.checkpoint.seal import (
-    CHECKSUMS,
-    UNNAMED,
-    GivenUpReading,
-    check_files,
-    check_links,
-    forget_old,
-    forget_unreadable,
-    give_name,
-    is_passing,
-    is_sealed,
-    saved_steps,
-    seal,
-    set_unreadable_aside,
-    sweep,
-    sweep_until_gone,
-    sync_records,
-)
+from jaxrl_async.run.checkpoint.place import FolderPlace, Place, place_of
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -89,7 +73,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | Place,
         keep: int = 2,
         *,
         verify: bool = True,
@@ -99,7 +83,7 @@ class Checkpoints:
         """Remember the folder; its first use removes what a killed run half wrote.
 
         Args:
-            directory: the folder.
+            directory: the folder, or another place.
             keep: newest checkpoints that are kept.
             verify: compare checksums before a checkpoint is read.
             run: whose checkpoints they are; a save fails if its folder was removed or replaced.
@@ -107,7 +91,10 @@ class Checkpoints:
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
         """
-        self.directory, self._keep, self._verify = directory.absolute(), keep, verify
+        self._place: Place = (
+            FolderPlace(directory.absolute()) if isinstance(directory, Path) else directory
+        )
+        self.directory, self._keep, self._verify = self._place.directory, keep, verify
         self._run = run
         self._watch = None if run is None else FolderWatch(run.root)
         self._was_stale = False  # the folder's file handle, at the last save
@@ -183,39 +170,46 @@ class Checkpoints:
         loop: Mapping[str, Any],
         rollouts: Callable[[], NDArray[np.uint8]] | None,
     ) -> Any:
+        if not jax.process_index():
+            self._make_room(step)
         items = {STATE: state, LOOP: loop}
         if rollouts is not None:
             items[ROLLOUTS] = {"bytes": rollouts()}
-        return v1.save_checkpointables_async(self._unnamed(step), items, overwrite=True)
+        return v1.save_checkpointables_async(self._place.written(step), items, overwrite=True)
 
-    def _unnamed(self, step: int) -> Path:
-        """Return where a checkpoint is written before it has its name."""
-        return self.directory / f"{step}{UNNAMED}"
+    def _make_room(self, step: int) -> None:
+        """Prepare the place for a step. With several processes a failure is only logged, since the
+        others wait: what is left there has other sums than what is written now."""
+        try:
+            self._place.make_room(step)
+        except OSError as error:
+            if jax.process_count() == 1:
+                raise
+            log.error("%s It is tried all the same.", self._write_error(error))
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """Let orbax write, seal the checkpoint and give it its name; read it back, and remove those
         that are not kept. Runs on a thread of its own."""
-        folder = self.directory / str(step)
         try:
             with ONE_SAVE:
                 begin().result()
             if not jax.process_index():  # the first process does it for all
                 self._sync_records()
-                seal(self._unnamed(step))
-                give_name(self._unnamed(step), folder)
+                self._place.complete(step, self._run)
         except Exception:
             if not jax.process_index():
-                sweep_until_gone(self.directory, str(step))
+                self._place.sweep_failed(step)
             raise
         give_back_memory()
         if jax.process_index():
             return
         try:
-            check_files(folder, self._is_hurried)
+            self._place.check(step, self._is_hurried)
         except GivenUpReading:
+            folder = self.directory / str(step)
             log.info("%s is not read back: the process ends; older ones are kept", folder)
         else:
-            forget_old(self.directory, step, self._keep)
+            self._place.forget_old(step, self._keep)
 
     def _sync_records(self) -> None:
         """Have what the run has recorded so far written to the disk: a checkpoint that outlives a
@@ -223,7 +217,8 @@ class Checkpoints:
         whole without them."""
         if self._run is None:
             return
-        root, own = self._run.root, Paths(self.directory.parent)
+        root = self._run.root
+        own = Paths(self.directory.parent) if isinstance(self.directory, Path) else self._run
         error = sync_records([*own.records, own.root, root, root.parent])
         if error is not None and not self._told_of_records:
             self._told_of_records = True
@@ -239,7 +234,7 @@ class Checkpoints:
         if not self._swept:
             mend_orbax()
             if not jax.process_index():
-                sweep(self.directory)
+                self._place.sweep()
             self._swept = True
 
     def wait(self) -> None:
@@ -260,7 +255,7 @@ class Checkpoints:
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""
         self._sweep()
-        return tuple(saved_steps(self.directory))
+        return tuple(self._place.steps())
 
     def latest(self) -> int | None:
         """Return the newest step with a checkpoint; None: no step has one."""
@@ -295,7 +290,8 @@ class Checkpoints:
             except Exception as error:
                 if not isinstance(error, CheckpointError) and is_passing(error):
                     raise _not_now(folder, error) from error
-                if isinstance(error, CheckpointError) and self._verify and is_sealed(folder):
+                is_whole = self._verify and self._place.is_sealed(candidate)
+                if isinstance(error, CheckpointError) and is_whole:
                     raise  # its files are those that were written: it is another run's
                 failures.append((candidate, error))
                 log.warning(
@@ -318,11 +314,10 @@ class Checkpoints:
         """Return these steps, those with checksums before the others. Raises CheckpointError."""
         sealed: dict[int, bool] = {}
         for step in steps:
-            folder = self.directory / str(step)
             try:
-                sealed[step] = is_sealed(folder)
+                sealed[step] = self._place.is_sealed(step)
             except OSError as error:
-                raise _not_now(folder, error) from error
+                raise _not_now(self.directory / str(step), error) from error
         return sorted(steps, key=sealed.__getitem__, reverse=True)
 
     def _pass_over(self, steps: Sequence[int]) -> None:
@@ -330,11 +325,12 @@ class Checkpoints:
         was renamed is kept. steps: newest first."""
         if jax.process_index():
             return
-        newest: Path | None = None
-        for folder in (self.directory / str(step) for step in steps):
-            why = "cannot be read" if is_sealed(folder) else f"has no {CHECKSUMS}"
+        newest: str | None = None
+        for step in steps:
+            folder = self.directory / str(step)
+            why = "cannot be read" if self._place.is_sealed(step) else f"has no {CHECKSUMS}"
             try:
-                aside = set_unreadable_aside(folder)
+                aside = self._place.set_aside(step)
             except OSError as error:
                 log.warning("%s %s, and cannot be renamed: %s", folder, why, error)
             else:
@@ -343,10 +339,10 @@ class Checkpoints:
                     "renamed to %s",
                     folder,
                     why,
-                    aside.name,
+                    aside,
                 )
                 newest = newest or aside
-        if newest is not None and (gone := forget_unreadable(newest)):
+        if newest is not None and (gone := self._place.forget_aside(newest)):
             log.warning(
                 "%s: removed %s: one damaged checkpoint is kept", self.directory, ", ".join(gone)
             )
@@ -366,7 +362,7 @@ class Checkpoints:
 
     def _read(self, step: int, like: Any) -> Saved:
         folder = self.directory / str(step)
-        if not is_sealed(folder):
+        if not self._place.is_sealed(step):
             log.error(
                 "%s has no %s: nothing shows that its files are those that were written. It is "
                 "read, since no checkpoint with right checksums is there. Compare what the run "
@@ -374,9 +370,9 @@ class Checkpoints:
                 folder,
                 CHECKSUMS,
             )
-            check_links(folder)
+            self._place.check_links(step)
         elif self._verify:
-            check_files(folder)
+            self._place.check(step)
         metadata = v1.checkpointables_metadata(folder).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
         if TRAIN in _parts(wanted) and TRAIN not in _parts(saved):  # every run has it
@@ -413,8 +409,7 @@ class Checkpoints:
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            f"Check whether the disk is full{_free(self.directory)} and the folder writable; "
-            "earlier ones are untouched."
+            f"{_remedy(self.directory)}; earlier ones are untouched."
         )
 
 
@@ -422,30 +417,31 @@ def open_checkpoints(
     section: CheckpointSection, paths: Paths, is_hurried: Callable[[], bool]
 ) -> Checkpoints:
     """Open the checkpoints of a run; a warm start has its own. is_hurried: see Checkpoints."""
-    return Checkpoints(
-        paths.checkpoints, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried
-    )
+    place = place_of(section, paths.root.name, paths)
+    return Checkpoints(place, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried)
 
 
-def read_learnt(folder: Path, dtype: Any) -> Any:
+def read_learnt(place: Place, step: int, dtype: Any) -> Any:
     """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 
     Args:
-        folder: of one checkpoint.
+        place: of the checkpoints.
+        step: of one.
         dtype: of the arrays; None: as they were saved.
 
     Raises CheckpointError.
     """
+    folder = place.directory / str(step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     context = v1.Context()
     context.pytree.loading.partial_load = True
     try:
-        if is_sealed(folder):
-            check_files(folder)
+        if place.is_sealed(step):
+            place.check(step)
         else:
             log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
-            check_links(folder)
+            place.check_links(step)
         learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=device), learnt
@@ -459,9 +455,10 @@ def read_learnt(folder: Path, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
-def read_lora(folder: Path) -> LoraSection | None:
-    """Return the adapter's settings that the checkpoint in this folder was made with; None: it does
+def read_lora(place: Place, step: int) -> LoraSection | None:
+    """Return the adapter's settings that the checkpoint of this step was made with; None: it does
     not say. Raises CheckpointError."""
+    folder = place.directory / str(step)
     try:
         loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
         return lora_section(loop)
@@ -581,6 +578,13 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
         "permissions and start again with --resume; if the files stay unreadable, move this folder "
         "elsewhere, and the checkpoint before is used."
     )
+
+
+def _remedy(directory: Any) -> str:
+    """Return what to look at when a checkpoint cannot be written."""
+    if isinstance(directory, Path):
+        return f"Check whether the disk is full{_free(directory)} and the folder writable"
+    return "See that the bucket is there and that every host may read, write and delete in it"
 
 
 def _free(folder: Path) -> str:
