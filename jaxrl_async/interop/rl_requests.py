@@ -200,10 +200,10 @@ def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
 def _check_request(given: Any) -> None:
     """Raise RolloutError for what a request asks for in addition to its prompt and parameters."""
     said = _fields(given, OF_A_REQUEST)
-    beside = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
-    if misplaced := [key for key in beside if key in KNOWN]:
+    others = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
+    if misplaced := [key for key in others if key in KNOWN]:
         raise RolloutError(f"{', '.join(misplaced)}: put sampling parameters into sampling_params.")
-    for key, value in beside.items():
+    for key, value in others.items():
         if value is not None and value is not False:
             raise RolloutError(
                 f"{key} is {value!r:.80}, and this sampler has no such field of a request: leave "

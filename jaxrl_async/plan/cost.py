@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxrl_async.plan.hlo import ITEM_BYTES, Instruction, Program, arrays_of, bytes_of, walk
 from jaxrl_async.plan.pace import Pace
@@ -113,16 +114,8 @@ def cost_of(
             faster than cards of several; 0: hosts do not matter.
     """
 
-    def choose(branches: tuple[str, ...], turns: tuple[float, ...]) -> str:
-        def weight(name: str) -> tuple[bool, float, float]:
-            branch = Program(entry=name, computations=program.computations)
-            cost = cost_of(branch, mesh, pace, open_turns=turns)
-            by_cudnn = any(k.name.startswith("cudnn_attention") for k in cost.kernels)
-            return by_cudnn, cost.flops + sum(k.flops for k in cost.kernels), cost.compute_s
-
-        return max(branches, key=weight)
-
     times: dict[str, float] = defaultdict(float)
+    choose = partial(_branch_that_counts, program, mesh, pace)
     for name, count in walk(program, choose, open_turns):
         times[name] += count
     inner = set(_fused(program))
@@ -174,6 +167,24 @@ def cost_of(
             for (k, T, K), (n, f, b) in sorted(kernels.items())
         ),
     )
+
+
+def _branch_that_counts(
+    program: Program,
+    mesh: Mapping[str, int],
+    pace: Pace,
+    branches: tuple[str, ...],
+    open_turns: tuple[float, ...],
+) -> str:
+    """Return the conditional's branch with cuDNN's attention, else the costliest."""
+
+    def weight(name: str) -> tuple[bool, float, float]:
+        branch = Program(entry=name, computations=program.computations)
+        cost = cost_of(branch, mesh, pace, open_turns=open_turns)
+        by_cudnn = any(k.name.startswith("cudnn_attention") for k in cost.kernels)
+        return by_cudnn, cost.flops + sum(k.flops for k in cost.kernels), cost.compute_s
+
+    return max(branches, key=weight)
 
 
 def _fused(program: Program) -> Iterator[str]:

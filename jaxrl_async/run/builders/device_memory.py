@@ -30,10 +30,10 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     activations and programs."""
     dtype = jnp.dtype(config.model.param_dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    learnt = num_in(trained_table(spec, lora))
+    trained = _num_trained(config, spec)
     offloaded = "optimizer" in config.trainer.offload
     kept = dtype.itemsize + (0 if offloaded else optimizer_bytes(config.trainer, dtype))
-    held = learnt * (dtype.itemsize + kept)
+    held = trained * (dtype.itemsize + kept)
     if lora is not None:
         held += base_bytes(spec, form, dtype)
     sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
@@ -45,16 +45,19 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
 def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
     """Return the bytes of one version on its way to a sampler, or of an adapter: the copy that the
     trainer makes of it. A colocated sampler gets that very copy."""
-    learnt = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
-    return float(learnt * _sent_itemsize(config))
+    return float(_num_trained(config, spec) * _sent_itemsize(config))
 
 
 def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
     """Return the bytes that trainer and sampler keep on the same devices, all of one process
     together; weights in transfer are there once. mesh: see sampler_bytes."""
+    return _trainer_alone_bytes(config, spec) + sampler_bytes(config, spec, mesh)
+
+
+def _trainer_alone_bytes(config: Config, spec: ModelSpec) -> float:
+    """Return what a colocated trainer keeps in addition to the sampler on a process' devices."""
     processes = config.mesh.trainer.num_devices // config.mesh.sampler.num_devices
-    of_trainer = trainer_bytes(config, spec) - in_transfer_bytes(config, spec)
-    return of_trainer / processes + sampler_bytes(config, spec, mesh)
+    return (trainer_bytes(config, spec) - in_transfer_bytes(config, spec)) / processes
 
 
 def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
@@ -68,6 +71,10 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
     arriving = in_transfer_bytes(config, spec)
     return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
+
+
+def _num_trained(config: Config, spec: ModelSpec) -> int:
+    return num_in(trained_table(spec, lora_of(spec, config.model.lora)))
 
 
 def _sent_itemsize(config: Config) -> int:
@@ -109,10 +116,7 @@ def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
     separate processes check this there (check_sampler_fits)."""
     if config.mesh.remote or config.sampler.engine != "native":
         return
-    trainer = 0.0
-    if slices.colocated:
-        mesh = slices.sampler
-        trainer = both_bytes(config, spec, mesh) - sampler_bytes(config, spec, mesh)
+    trainer = _trainer_alone_bytes(config, spec) if slices.colocated else 0.0
     check_sampler_fits(config, spec, slices.sampler, trainer)
 
 
@@ -122,13 +126,13 @@ def check_sampler_fits(
     """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, in
     addition to what the trainer alone keeps there. Of a CPU, whose memory others use as well, only
     the KV cache counts."""
-    beside = resident_snapshots(config.seats)
-    also = f", with {beside} opponents (seats)" if beside else ""
+    opponents = resident_snapshots(config.seats)
+    also = f", with {opponents} opponents (seats)" if opponents else ""
     if mesh.devices.flat[0].platform == "cpu":
-        kv = _kv_of(config, spec, mesh).kv_bytes * (1 + beside)
+        kv = _kv_of(config, spec, mesh).kv_bytes * (1 + opponents)
         return check_memory(kv, mesh, f"the KV cache of a sampler{also}", SMALLER)
-    needed, plan = sampler_bytes(config, spec, mesh) * (1 + beside), _kv_of(config, spec, mesh)
-    copies, remedy = "", SMALLER
+    needed, plan = sampler_bytes(config, spec, mesh) * (1 + opponents), _kv_of(config, spec, mesh)
+    copies = ""
     if plan.copy_bytes:
         copies = f", {plan.copy_bytes / 2**30:,.1f} GiB of them copies of pages that decode"
     trains = f", with {trainer_bytes / 2**30:,.1f} GiB of the trainer" if trainer_bytes else ""
@@ -136,4 +140,4 @@ def check_sampler_fits(
         f"a sampler ({plan.kv_bytes / 2**30:,.1f} GiB of KV cache, weights, logits{copies}){also}"
         f"{trains}"
     )
-    return check_memory(needed + trainer_bytes, mesh, what, remedy)
+    return check_memory(needed + trainer_bytes, mesh, what, SMALLER)

@@ -145,7 +145,7 @@ def _code(code: CodeType) -> Iterator[str]:
 
 def _has_docstring(code: CodeType) -> bool:
     """Return whether a code's first constant is its docstring."""
-    if sys.version_info >= (3, 13):
+    if sys.version_info >= (3, 14):
         return bool(code.co_flags & 0x4000000)  # CO_HAS_DOCSTRING
     is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
     return bool(is_function) and isinstance(code.co_consts[0], str)
