@@ -24,11 +24,11 @@ from common import Row, report
 
 from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.remote.weights.locations import HeldShard, Holder, offer_json
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.manifest import Manifest
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.weights.remote.whereabouts import HeldShard, Holder, offer_json
-from jaxrl_async.wire.messages import Hello, Live, Offer, Staged
 
 SAMPLERS = (64, 256, 1000, 2000, 4000)
 TRAINER = "10.1.0.1:8484"

@@ -59,8 +59,8 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.remote.run.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.inputs import check_inputs
-from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import Sampling, make_sampling
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recording

@@ -30,8 +30,8 @@ WireMessage = TypeVar("WireMessage")
 
 
 class Session(Protocol):
-    """A two-way stream of messages (wire.messages) with one other process: in order, bounded, and
-    checked where it comes in. Any thread may use it."""
+    """A two-way stream of messages (remote.wire.messages) with one other process: in order,
+    bounded, and checked where it comes in. Any thread may use it."""
 
     @property
     def peer(self) -> str:

@@ -24,12 +24,12 @@ from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
+from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
 from jaxrl_async.shown_environment import hide_secrets
 
@@ -95,7 +95,7 @@ def _joined(args: argparse.Namespace) -> int:
     place = distributed.join_sampler_processes(section_of(args))
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
-    process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
+    process = importlib.import_module("jaxrl_async.remote.run.sampler_process")
     joining = process.Joining(
         address=args.join,
         name=args.name,

@@ -22,10 +22,10 @@ from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
-from jaxrl_async.endpoint.adapter_door import AdapterDoor
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.adapter_admin import AdapterDoor
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
-from jaxrl_async.endpoint.wish import Terms, stop_ids
+from jaxrl_async.endpoint.sampling_request import Terms, stop_ids
+from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages

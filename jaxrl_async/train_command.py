@@ -23,10 +23,10 @@ from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
-from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
+from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
@@ -71,7 +71,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
-            start = importlib.import_module("jaxrl_async.run.start")
+            start = importlib.import_module("jaxrl_async.run.start_checks")
             for one in (config, *runs_of(config).values()):
                 start.check_names(one)
             whole = importlib.import_module("jaxrl_async.algorithms.preflight").with_correction(

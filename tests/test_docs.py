@@ -99,8 +99,8 @@ def test_the_index_and_the_sites_menu_lead_to_every_page_and_readme_to_the_index
 
 
 GENERATED = {
-    "settings.md": "jaxrl_async.config.reference",
-    "api.md": "jaxrl_async.api.reference",
+    "settings.md": "jaxrl_async.config.settings_reference",
+    "api.md": "jaxrl_async.api.api_reference",
 }
 
 

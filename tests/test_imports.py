@@ -32,7 +32,7 @@ HOST_SIDE = [
     "sampler.batch.pages",
     "sampler.batch.prefix",
     "sampler.batch.slots",
-    "sampler.batch.routes",
+    "sampler.batch.expert_routing",
     "sampler.batch.kv_budget",
     "sampler.partial",
     "sampler.request_checks",

@@ -11,7 +11,7 @@ from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.images import ImageStore, holds_images, taken_images
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.wish import stop_ids
+from jaxrl_async.endpoint.sampling_request import stop_ids
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.reading import images_of

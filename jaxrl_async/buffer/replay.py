@@ -29,7 +29,7 @@ from jaxrl_async.buffer.contents import (
     LastDraw,
     lengths,
 )
-from jaxrl_async.buffer.judge import Judge
+from jaxrl_async.buffer.eligibility import Judge
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError

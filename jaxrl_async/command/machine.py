@@ -19,6 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.host import (
     TPU_FILES,
     card_out_of_reach,
@@ -29,7 +30,6 @@ from jaxrl_async.host import (
     jax_plugins,
     version_of,
 )
-from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_DISK = 2 * GIB

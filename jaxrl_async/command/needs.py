@@ -23,7 +23,7 @@ from jaxrl_async.run.builders.device_memory import both_bytes, sampler_bytes, tr
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.start import check_names, check_paths, hub_names, with_hub_folders
+from jaxrl_async.run.start_checks import check_names, check_paths, hub_names, with_hub_folders
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 

@@ -37,7 +37,7 @@ FamilyName = Literal[
     "qwen3_5_text",
     "qwen3_5_moe_text",
 ]
-"""The model_type of each family in model.families.registry."""
+"""The model_type of each family in model.families.family_registry."""
 ROUTED_FAMILIES: tuple[FamilyName, ...] = (
     "qwen3_moe",
     "mixtral",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -14,11 +15,17 @@ from jaxrl_async.endpoint.call_messages import (
     read_messages,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import MAX_ASKED, Wish, stops_of, temperature_of, top_k_of, top_p_of
+from jaxrl_async.endpoint.sampling_request import (
+    MAX_ASKED,
+    Wish,
+    stops_of,
+    temperature_of,
+    top_k_of,
+    top_p_of,
+)
 from jaxrl_async.types import IntArray
 
 HARMLESS = frozenset({"model", "metadata", "service_tier", "inference_geo", "betas"})

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.endpoint.adapter_door import LOAD, UNLOAD, AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterDoor
 from jaxrl_async.endpoint.anthropic_messages import messages_call
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.callers import Caller
-from jaxrl_async.endpoint.desk import LONG_BODY, Desk, refusal_of
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.http_errors import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.http_exchange import (
     ClientGone,
     HttpExchange,
@@ -33,7 +33,6 @@ from jaxrl_async.endpoint.http_exchange import (
 )
 from jaxrl_async.endpoint.openai_chat import chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
-from jaxrl_async.endpoint.refusal import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -42,6 +41,7 @@ from jaxrl_async.endpoint.responses_call import (
     root_of,
     unknown_response,
 )
+from jaxrl_async.endpoint.service import LONG_BODY, Desk, refusal_of
 from jaxrl_async.endpoint.streams import (
     StreamedChat,
     StreamedMessage,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jaxrl_async.endpoint.fields import BodyFields
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.types import Message
 
 MAX_MESSAGES = 4096

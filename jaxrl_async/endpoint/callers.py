@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxrl_async.endpoint.conversations import Conversations
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import Draft, Terms
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.sampling_request import Draft, Terms
+from jaxrl_async.endpoint.sessions import PolicySession
 from jaxrl_async.ports import Generate
-from jaxrl_async.rollout.sessions import PolicySession
 from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
 
 Cut = Callable[[IntArray], int | None]

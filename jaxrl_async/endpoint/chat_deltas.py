@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.endpoint.http_answers import ChatAnswer
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.text_flow import HALF
 from jaxrl_async.types import Message
 

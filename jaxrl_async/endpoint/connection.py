@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
-from jaxrl_async.wire.strangers import site_of
+from jaxrl_async.remote.wire.strangers import site_of
 
 HEAD_S = 20.0
 """Longest time for a request's head to arrive, seconds."""

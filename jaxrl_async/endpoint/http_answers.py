@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.drawing import Answer
+from jaxrl_async.endpoint.generation import Answer
 from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
 from jaxrl_async.types import Completion, FloatArray, IntArray, Message
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from jaxrl_async.endpoint.app import EndpointApp
 from jaxrl_async.endpoint.connection import bounded_connections, serving_module
-from jaxrl_async.endpoint.desk import Desk, EndpointCounts
+from jaxrl_async.endpoint.service import Desk, EndpointCounts
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)

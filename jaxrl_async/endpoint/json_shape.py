@@ -6,7 +6,7 @@ The brackets that are outside of strings are counted in a tenth of that time, an
 
 import numpy as np
 
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
 
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects in a body."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import MAX_MESSAGES, MAX_TOOLS, read_messages, read_tools
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.fields import BodyFields
 from jaxrl_async.endpoint.http_answers import (
     ChatAnswer,
     Heading,
@@ -18,7 +18,7 @@ from jaxrl_async.endpoint.http_answers import (
     Words,
     rows_of_answers,
 )
-from jaxrl_async.endpoint.wish import (
+from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
     MAX_COUNT,

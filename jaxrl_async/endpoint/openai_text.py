@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.generation import Answer
 from jaxrl_async.endpoint.http_answers import (
     Heading,
     TokenRow,
@@ -15,8 +15,8 @@ from jaxrl_async.endpoint.http_answers import (
     rows_of_answers,
 )
 from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
+from jaxrl_async.endpoint.sampling_request import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
 from jaxrl_async.endpoint.text_flow import TextFlow
-from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
 from jaxrl_async.types import IntArray
 
 MAX_PROMPT = 2**24

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
     function_tool,
     read_messages,
 )
-from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import (
+from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
     Wish,

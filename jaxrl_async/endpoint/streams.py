@@ -11,14 +11,14 @@ from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
 from jaxrl_async.endpoint.conversations import PromptTokens
-from jaxrl_async.endpoint.desk import Desk
-from jaxrl_async.endpoint.drawing import Strand
+from jaxrl_async.endpoint.generation import Strand
 from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, TokenRow
 from jaxrl_async.endpoint.http_exchange import anthropic_event, openai_event
 from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
 from jaxrl_async.endpoint.openai_text import TextWriter
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
+from jaxrl_async.endpoint.service import Desk
 from jaxrl_async.types import Message
 
 READ_EVERY = 64

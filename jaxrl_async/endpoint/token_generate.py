@@ -12,11 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.generation import Answer
 from jaxrl_async.endpoint.http_answers import Heading, TokenRow, Usage, Words, rows_of_answers
 from jaxrl_async.endpoint.openai_chat import sampling_wish
-from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_ASKED, MAX_COUNT, NEUTRAL_SAMPLING, Wish
+from jaxrl_async.endpoint.sampling_request import (
+    HARMLESS_FIELDS,
+    MAX_ASKED,
+    MAX_COUNT,
+    NEUTRAL_SAMPLING,
+    Wish,
+)
 from jaxrl_async.types import Completion, ExpertIds, KeptTokens
 
 MAX_PROMPT = 2**24

@@ -26,7 +26,9 @@ from jaxrl_async.model.spec import Params, check_positions
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.prefill import slot_params_of
 from jaxrl_async.sampler.batch.sequence import LiveRequest
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     DecodeArgs,
     DecodeState,
     EngineWeights,
@@ -34,8 +36,6 @@ from jaxrl_async.sampler.device.arguments import (
     PrefillArgs,
     Prefix,
 )
-from jaxrl_async.sampler.device.engine import Engine
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, mix_of
 from jaxrl_async.types import IntArray, Request, SamplingParams
 
@@ -115,7 +115,7 @@ class JaxrlEngine:
 
     def take_params(self, params: Params) -> EngineWeights:
         """Return parameters of a Policy as prefill and generate take them; see made_engine of
-        run/builders/jetstream_samplers.py."""
+        interop/jetstream_samplers.py."""
         return self._core.prepare(params)
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> SlotStates:

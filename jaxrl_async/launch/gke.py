@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         values = load_values(path)
         config = run_config(values, path.parent)
-        importlib.import_module("jaxrl_async.run.start").check_names(config)
+        importlib.import_module("jaxrl_async.run.start_checks").check_names(config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

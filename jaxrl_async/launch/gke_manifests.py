@@ -24,12 +24,12 @@ from typing import Any
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import MAX_WHOLE
-from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.launch.gke_slices import GENERATIONS
 from jaxrl_async.launch.gke_values import Role, Runs, SecretKey, Values
 from jaxrl_async.metrics.health import HEALTH_VARIABLE, PATH
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
+from jaxrl_async.run.distributed import PORT
 from jaxrl_async.run.signals import NO_TRAINER_CODE, PREEMPTED_CODE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 SPARE_S = 20
 """Seconds added to checkpoint.grace_s until Kubernetes kills the pod."""
@@ -411,7 +411,7 @@ def _sampler_container(values: Values, role: Role, index: int) -> dict[str, Any]
 
 
 def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
-    """Yield the variables that launch/distributed.py reads, and the secrets.
+    """Yield the variables that run/distributed.py reads, and the secrets.
 
     Kubernetes itself sets JOB_COMPLETION_INDEX.
     """

@@ -4,9 +4,9 @@
        (kubectl get --raw)          └──> kubectl delete NAME-sampler-3     samplers were idle
 
 It looks every LOOK_S until the trainer's JobSet has ended, between samplers.least and samplers.most
-of the values, by the rules of launch/demand.py, which also hold on Ray. A sampler that is removed
-hands its requests back first. It needs kubectl with the rights to read services, and to make and
-remove JobSets, and may be stopped and started again at any time.
+of the values, by the rules of launch/autoscale.py, which also hold on Ray. A sampler that is
+removed hands its requests back first. It needs kubectl with the rights to read services, and to
+make and remove JobSets, and may be stopped and started again at any time.
 """
 
 import json
@@ -22,7 +22,7 @@ import yaml
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.launch.demand import NEEDED, demand_of, measured_steps, wanted_samplers
+from jaxrl_async.launch.autoscale import NEEDED, demand_of, measured_steps, wanted_samplers
 from jaxrl_async.launch.gke import run_config
 from jaxrl_async.launch.gke_manifests import (
     METRICS_PORT,

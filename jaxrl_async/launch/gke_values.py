@@ -12,7 +12,7 @@ from jaxrl_async.config.section import Count, Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_slices import Tpu
 from jaxrl_async.metrics.health import HEALTH_VARIABLE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, HEALTH_VARIABLE)

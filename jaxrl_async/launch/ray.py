@@ -13,8 +13,8 @@ hosts), or tpu:GENERATION:TOPOLOGY (tpu:v6e:4x4), a whole slice.
 Trainer and samplers are actors in placement groups; each runs the commands that any host runs
 (jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and run.dir
 be storage that the trainer's hosts share. They know each other by JAXRL_ASYNC_SECRET; without it
-one is made. launch/upkeep.py says what follows when something ends. The same command starts the run
-and resumes it. Ctrl-C ends it with everything saved; again: at once.
+one is made. launch/supervisor.py says what follows when something ends. The same command starts
+the run and resumes it. Ctrl-C ends it with everything saved; again: at once.
 
 Exit codes are those of jaxrl_async.train.
 """
@@ -37,10 +37,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
 from jaxrl_async.launch.ray_cluster import RayCluster
-from jaxrl_async.launch.upkeep import HostTask, Upkeep, UpkeepPlan
+from jaxrl_async.launch.supervisor import HostTask, Upkeep, UpkeepPlan
 from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 from jaxrl_async.run.signals import EXIT_CODE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 TICK_S = 1.0
 """Time between two looks at all processes, seconds."""
@@ -140,7 +140,7 @@ def _sampler_tasks(
 def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dict[str, str]:
     """Return a host's variables: the secret, and how several hosts find each other.
 
-    Those of a TPU slice know (launch/distributed.py).
+    Those of a TPU slice know (run/distributed.py).
     """
     env = {SECRET_VARIABLE: secret}
     if hardware.kind == "cpu":

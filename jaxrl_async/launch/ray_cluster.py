@@ -1,7 +1,7 @@
 """Hosts of a Ray cluster: placement groups, and an actor on each host. The one door to ray.
 
 Ray finds the hosts and says which have died; each actor runs its command as a process of its own
-(launch/hostprocess.py). Tested with ray 2.60; its TPU slices are alpha there.
+(launch/host_process.py). Tested with ray 2.60; its TPU slices are alpha there.
 """
 
 import importlib
@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.launch.hardware import Hardware
-from jaxrl_async.launch.hostprocess import HostProcess
-from jaxrl_async.launch.upkeep import LOST, HostTask
+from jaxrl_async.launch.host_process import HostProcess
+from jaxrl_async.launch.supervisor import LOST, HostTask
 
 CALL_S = 60.0
 """Longest time for an actor's answer, seconds; then its host counts as lost."""
@@ -37,7 +37,7 @@ def ray_api() -> Any:
 
 
 class RayCluster:
-    """A Ray cluster, joined by this process: Cluster of launch/upkeep.py."""
+    """A Ray cluster, joined by this process: Cluster of launch/supervisor.py."""
 
     def __init__(self, address: str | None, folder: str) -> None:
         """Join a cluster, or start one on this machine.
@@ -62,7 +62,7 @@ class RayCluster:
 
 
 class RayGroup:
-    """The processes of a trainer or of one sampler: Group of launch/upkeep.py."""
+    """The processes of a trainer or of one sampler: Group of launch/supervisor.py."""
 
     def __init__(self, hardware: Hardware, name: str, folder: str) -> None:
         """Ask for the hosts."""

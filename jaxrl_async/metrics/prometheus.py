@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class KeepsMetrics(Protocol):
-    """A writer of metrics and samples; see run.outlets.MetricsWriter."""
+    """A writer of metrics and samples; see run.reporting.MetricsWriter."""
 
     writes: bool
 

@@ -32,7 +32,7 @@ class Recorder:
     purged from TensorBoard; lines up to and including that step are kept.
     """
 
-    writes = True  # see run.outlets.MetricsWriter
+    writes = True  # see run.reporting.MetricsWriter
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None

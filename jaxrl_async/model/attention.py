@@ -18,11 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.config.model_section import AMPERE
+from jaxrl_async.cpu.gradients import flash, tree_flash
+from jaxrl_async.cpu.kernel_library import TRAINING, kernels_are_there
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import gpu_flash, gpu_packed, kernels
 from jaxrl_async.model.card import capability_of
-from jaxrl_async.model.cpu.gradients import flash, tree_flash
-from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,

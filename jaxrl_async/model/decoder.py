@@ -21,6 +21,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.cpu.gradients import MULTIPLIED
+from jaxrl_async.cpu.kernel_calls import packed, packed_product
+from jaxrl_async.cpu.kernel_library import multiplies_in_parts
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.attention import (
     has_cpu_kernels,
@@ -29,9 +32,6 @@ from jaxrl_async.model.attention import (
     sequence_attention,
     visible_until,
 )
-from jaxrl_async.model.cpu.calls import packed, packed_product
-from jaxrl_async.model.cpu.gradients import MULTIPLIED
-from jaxrl_async.model.cpu.library import multiplies_in_parts
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales

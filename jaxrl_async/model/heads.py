@@ -26,7 +26,7 @@ from jaxrl_async.model.decoder import (
     TokenStates,
     token_states,
 )
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.hf_config import hf_config_of
 from jaxrl_async.model.layers import initial

@@ -6,10 +6,10 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.defaults import expert_keys, with_defaults
 from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.family_registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
 from jaxrl_async.model.families.parts import DENSE_STACK, Latent
-from jaxrl_async.model.families.registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.own_spec import OWN_TYPE, read_own, written_own
 from jaxrl_async.model.spec import ModelSpec
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxrl_async.cpu.gradients import multiplied
+from jaxrl_async.cpu.kernel_calls import PANEL, packed_product, rotated
 from jaxrl_async.model.activations import gated
-from jaxrl_async.model.cpu.calls import PANEL, packed_product, rotated
-from jaxrl_async.model.cpu.gradients import multiplied
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts

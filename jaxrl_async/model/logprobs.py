@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
-from jaxrl_async.model.cpu.gradients import chosen
+from jaxrl_async.cpu.gradients import chosen
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,

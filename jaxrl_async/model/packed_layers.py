@@ -1,12 +1,12 @@
-"""The matrices of layers as the CPU's own products read them (cpu/calls.py): packed, in float32, in
-bfloat16 or in 8 bits."""
+"""The matrices of layers as the CPU's own products read them (cpu/kernel_calls.py): packed, in
+float32, in bfloat16 or in 8 bits."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.cpu.calls import PANEL, packed
+from jaxrl_async.cpu.kernel_calls import PANEL, packed
 from jaxrl_async.model.layers import MATRICES, fuse
 from jaxrl_async.model.quantize import quantize, scales_among
 from jaxrl_async.model.spec import SCALE, ModelSpec, Params, stacks_in, weight_table

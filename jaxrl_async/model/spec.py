@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.layer_types import read_pattern
 from jaxrl_async.model.families.parts import (
@@ -34,7 +35,6 @@ from jaxrl_async.model.families.parts import (
     Scales,
     runs_of,
 )
-from jaxrl_async.model.families.registry import FAMILIES
 from jaxrl_async.model.own_code import OwnCode, class_of
 
 Init = Literal["normal", "ones", "zeros", "uniform", "narrow", "off"]

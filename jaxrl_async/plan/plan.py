@@ -35,7 +35,7 @@ from jaxrl_async.plan.programs import (
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
 from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.plan.transports import (
+from jaxrl_async.plan.transport_rates import (
     TRANSPORTS,
     Transport,
     carried_bytes_per_s,
@@ -529,7 +529,7 @@ def transfer_of(
     Args:
         config, places: The run.
         copy_bytes: One sampler's weights.
-        measured: At the rates of this package's transports (plan/transports.py). False: at the
+        measured: At the rates of this package's transports (plan/transport_rates.py). False: at the
             line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = places.trainer.chip, places.sampler.chip

@@ -41,8 +41,8 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.batch.prefill import make_chunk, prefill_sizes
-from jaxrl_async.sampler.device.arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.sampling import together
 from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.logprob_pass import LogprobPass

@@ -4,7 +4,7 @@
            │     └──> 3                as it has them itself
            └──> 1 ──> 4, 5
 
-The rules are those of weights/remote: places in the order of the offers; a sampler fetches one
+The rules are those of remote/weights: places in the order of the offers; a sampler fetches one
 version at a time, and is offered the newest one once it draws from that; at most two versions are
 offered at a time, and a newer one replaces one that waits for that. If a source goes, those to
 which it was sending go on with the next one above it.

@@ -21,7 +21,7 @@ def context_branch(root: IntArray, earlier: int) -> int:
 
 
 def branch_after(calls: Sequence[tuple[IntArray, IntArray]], prompt: IntArray) -> int:
-    """Return the branch of a request that comes after others, one by one, as rollout.trace.Trace
+    """Return the branch of a request that comes after others, one by one, as rollout.call_log.Trace
     gives it.
 
     Args:

@@ -20,8 +20,8 @@ from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports import Concludes, Env, Generate, Opens, Plays, Reply, SavesState
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
-from jaxrl_async.rollout.quota import Quota, first_ended
-from jaxrl_async.rollout.urgency import BY_ARRIVAL, TurnPriority
+from jaxrl_async.rollout.quorum import Quota, first_ended
+from jaxrl_async.rollout.turn_priority import BY_ARRIVAL, TurnPriority
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,

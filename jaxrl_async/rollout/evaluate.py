@@ -22,8 +22,8 @@ from jaxrl_async.rollout.episode import (
     cancel,
     play_group,
 )
-from jaxrl_async.rollout.quota import all_or_none
-from jaxrl_async.rollout.urgency import TurnPriority
+from jaxrl_async.rollout.quorum import all_or_none
+from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
 
 log = logging.getLogger(__name__)

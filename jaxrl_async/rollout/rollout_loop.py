@@ -49,7 +49,7 @@ from jaxrl_async.rollout.episode import (
     saved_episode,
 )
 from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
-from jaxrl_async.rollout.quota import Quota
+from jaxrl_async.rollout.quorum import Quota
 from jaxrl_async.tasks.usercode import end_tasks
 from jaxrl_async.types import (
     CancelledGroup,

@@ -16,6 +16,7 @@ from pathlib import Path
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.endpoint.run_serving import RunServing, run_chat_format, served_by_run
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
@@ -39,8 +40,7 @@ from jaxrl_async.run.builders.rollouts import (
 )
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
-from jaxrl_async.run.builders.serving import RunServing, run_chat_format, served_by_run
-from jaxrl_async.run.builders.training import make_outlets, make_trainer
+from jaxrl_async.run.builders.trainer_parts import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy

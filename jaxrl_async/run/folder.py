@@ -363,7 +363,7 @@ def holds_something(path: Path) -> bool:
 
 
 SIGNS = "copied.json"
-"""Which processes have written the folder's copy (run/copies)."""
+"""Which processes have written the folder's copy (mirror)."""
 BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS)
 """Names of what is written before a run makes anything."""
 

@@ -31,6 +31,8 @@ from typing import Any
 
 import jax
 
+from jaxrl_async.adapters.assemble_several import folders
+from jaxrl_async.adapters.run_several import run_several
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import runs_of
@@ -43,6 +45,8 @@ from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
+from jaxrl_async.mirror.bring_back import bring_back
+from jaxrl_async.mirror.copy_thread import RunCopy
 from jaxrl_async.run import offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import (
@@ -54,16 +58,12 @@ from jaxrl_async.run.builders.devices import (
 from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.bucket import bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
-from jaxrl_async.run.copies.start import bring_back
-from jaxrl_async.run.copies.thread import RunCopy
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.several.assemble_several import folders
-from jaxrl_async.run.several.run_several import run_several
 from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 from jaxrl_async.shown_environment import hide_secrets

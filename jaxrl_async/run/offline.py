@@ -57,7 +57,7 @@ from jaxrl_async.run.builders.initial_policy import (
 )
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
 from jaxrl_async.run.builders.playing import find_task, imitated
-from jaxrl_async.run.builders.training import step_traces
+from jaxrl_async.run.builders.trainer_parts import step_traces
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import (
@@ -69,8 +69,8 @@ from jaxrl_async.run.checkpoint.store import (
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import Lockstep, StopRequests
 from jaxrl_async.run.next_examples import Ahead
-from jaxrl_async.run.outlets import MetricsWriter, make_recorder, warn_of
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
+from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs

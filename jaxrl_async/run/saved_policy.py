@@ -17,7 +17,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.checkpoint.place import place_of
+from jaxrl_async.run.checkpoint.storage import place_of
 from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
 from jaxrl_async.run.folder import Paths
 

@@ -25,7 +25,7 @@ from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.next_examples import Ahead
-from jaxrl_async.run.outlets import MetricsWriter, NoRecorder, make_recorder
+from jaxrl_async.run.reporting import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective

@@ -16,8 +16,8 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.ports import WeightSource
 from jaxrl_async.sampler.adapter_change import AdapterChange
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
-from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.program_arguments import EngineWeights
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from jaxrl_async.sampler.adapter_change import AdapterChange
 from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.renewal import drop_adapter, new_adapter, restart, under_way
+from jaxrl_async.sampler.batch.new_weights import drop_adapter, new_adapter, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights, remake

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxrl_async.sampler.batch.ahead import compile_all, shapes_of
-from jaxrl_async.sampler.device.arguments import DecodeState, EngineWeights
+from jaxrl_async.sampler.batch.compile_ahead import compile_all, shapes_of
+from jaxrl_async.sampler.device.program_arguments import DecodeState, EngineWeights
 from jaxrl_async.sampler.lifetime import close_at_exit
 from jaxrl_async.sampler.setup import SamplerSetup
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.outcomes import give_up
+from jaxrl_async.sampler.batch.finish import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams

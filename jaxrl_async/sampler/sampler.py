@@ -35,11 +35,11 @@ from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
 from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.outcomes import ended, request_as_data
-from jaxrl_async.sampler.batch.renewal import new_version
+from jaxrl_async.sampler.batch.finish import ended, request_as_data
+from jaxrl_async.sampler.batch.new_weights import new_version
 from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
 from jaxrl_async.sampler.compiling import CompilingAhead
-from jaxrl_async.sampler.device.arguments import Block
+from jaxrl_async.sampler.device.program_arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.partial import branches
@@ -135,7 +135,7 @@ class Sampler(Living):
         if spans_processes(setup.engine.spec.mesh) and setup.settings.followers is NO_FOLLOWERS:
             raise ConfigError(
                 "a sampler whose mesh spans several processes needs followers in the others, which "
-                "do as it does: see sampler/remote/leading.py."
+                "do as it does: see remote/sampler/leader.py."
             )
         if setup.settings.adapters is not None and not isinstance(weights, FixedWeights):
             raise ConfigError(

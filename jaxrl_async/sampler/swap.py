@@ -21,7 +21,7 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.renewal import new_version, recompute, restart, under_way
+from jaxrl_async.sampler.batch.new_weights import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.types import FloatArray, IntArray, VersionedParams

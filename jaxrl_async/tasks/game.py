@@ -3,7 +3,7 @@
     record ──reset──> who moves, and what each is told ──> messages of those seats
              ──step──> who moves next, what each earned ──> ... ──> score
 
-Each seat sees a conversation of its own. rollout/game_env.py plays the seats by the policy, or by
+Each seat sees a conversation of its own. games/game_env.py plays the seats by the policy, or by
 others (ports.Player).
 """
 

@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.config.userfile import is_own, load_attribute
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.games.nim import nim
+from jaxrl_async.games.proposer_solver import proposer_solver
 from jaxrl_async.tasks.calculator import calculator
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.guess_number import guess_number
 from jaxrl_async.tasks.handed_over import PREFIX, task_handed_over
-from jaxrl_async.tasks.nim import nim
 from jaxrl_async.tasks.openenv_task import openenv_task
-from jaxrl_async.tasks.proposer_solver import proposer_solver
 from jaxrl_async.tasks.reasoning import reasoning_task
 from jaxrl_async.tasks.task import Environment, Task
 from jaxrl_async.tasks.verifiers_task import verifiers_task

@@ -123,7 +123,7 @@ class EnvironmentServices:
 
 
 class PlayedSession(Protocol):
-    """What is read of a session (rollout.agent_programs.AgentSession)."""
+    """What is read of a session (endpoint.agent_programs.AgentSession)."""
 
     @property
     def base_url(self) -> str: ...
@@ -152,7 +152,7 @@ class VerifiersPlayer:
         self.services = EnvironmentServices(make)
 
     async def play(self, session: PlayedSession) -> Score | tuple[SeatScore, ...]:
-        """Play the record's task once (rollout.agent_programs.Program). Raises RolloutError."""
+        """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError."""
         try:
             outcome = await run_async(lambda: self._episode(session), LONGEST_S)
         except TooLate:

@@ -4,7 +4,7 @@ that a test can slow down and cut."""
 import threading
 from dataclasses import dataclass
 
-from jaxrl_async.wire.session import WireLimits, WireSession
+from jaxrl_async.remote.wire.session import WireLimits, WireSession
 
 TEST_LIMITS = WireLimits(silence_s=5.0)
 

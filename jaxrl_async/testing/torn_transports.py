@@ -13,7 +13,7 @@ from jaxrl_async.model.spec import Params
 
 
 class MemoryOffering:
-    """A weights.remote.seams.Offering: a dict of host copies."""
+    """A remote.weights.protocols.Offering: a dict of host copies."""
 
     def __init__(self, address: str = "trainer:1") -> None:
         self._address = address
@@ -57,7 +57,7 @@ class MemoryOffering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFetched:
-    """A weights.remote.seams.Fetched."""
+    """A remote.weights.protocols.Fetched."""
 
     params: Params
     num_bytes: int
@@ -67,7 +67,7 @@ class MemoryFetched:
 
 
 class MemoryFetching:
-    """A weights.remote.seams.Fetching from the other side, or from others like it."""
+    """A remote.weights.protocols.Fetching from the other side, or from others like it."""
 
     def __init__(self, peers: dict[str, Any], address: str = "") -> None:
         """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and be one of them."""

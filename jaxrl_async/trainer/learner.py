@@ -53,9 +53,9 @@ from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyOb
 from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.pair_credit import PairCredit
-from jaxrl_async.trainer.sight import TokenSight, shown_episodes, sights_of
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
+from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
 from jaxrl_async.trainer.update import Frozen, TrainState, Update
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 

@@ -24,7 +24,7 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports import Clock, GroupSource, Publisher
 from jaxrl_async.profiling import NO_TRACES, StepTraces
-from jaxrl_async.trainer.beside import EvaluationBeside, Finish
+from jaxrl_async.trainer.async_evaluation import EvaluationBeside, Finish
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step_times import StepTimes

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
-from jaxrl_async.view.server import ViewServer
+from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.watched import WatchedRun
 
 MAX_RUNS = 64

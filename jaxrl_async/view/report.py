@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.recorder import METRICS_FILE
-from jaxrl_async.view.answers import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.plain_json import plain_json
+from jaxrl_async.view.queries import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MODULES = (

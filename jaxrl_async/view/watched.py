@@ -20,8 +20,8 @@ from typing import Any
 
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
 from jaxrl_async.types import StopReason
+from jaxrl_async.view.lanes import RunSpans, read_spans, trace_files
 from jaxrl_async.view.sections import WARM
-from jaxrl_async.view.spans import RunSpans, read_spans, trace_files
 
 MAX_LINE = 2**24
 """Longest line that is read, bytes; longer ones are left out."""

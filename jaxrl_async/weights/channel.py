@@ -29,14 +29,14 @@ import jax
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Clock, Session
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
+from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
 from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
 from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
-from jaxrl_async.weights.remote.end import RemoteEnd
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class WeightChannel:
     """One trainer, any number of samplers; at most one update is under way to each.
 
     Each local sampler takes one `subscribe()` as its ports.WeightSource; `admit` takes in a sampler
-    in a process of its own, whose source is a weights.remote.source.RemoteSource.
+    in a process of its own, whose source is a remote.weights.source.RemoteSource.
     """
 
     def __init__(

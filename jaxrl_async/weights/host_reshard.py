@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from jaxrl_async.model.spec import Params
-from jaxrl_async.weights.remote.assembly import raw_dtype
-from jaxrl_async.weights.remote.boxes import Box, box_of, boxes_here, inside, intersection
-from jaxrl_async.weights.remote.buffers import BufferPool
+from jaxrl_async.weights.boxes import Box, box_of, boxes_here, inside, intersection
+from jaxrl_async.weights.buffers import BufferPool, raw_dtype
 
 Index = tuple[Any, ...]
 

@@ -22,10 +22,11 @@ from jaxrl_async import audit as audit_module
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
-from jaxrl_async.run.checkpoint import place, seal, store
+from jaxrl_async.mirror.copy_pass import FolderMirror
+from jaxrl_async.mirror.remote_copy import open_place
+from jaxrl_async.run.checkpoint import seal, store
+from jaxrl_async.run.checkpoint import storage as place
 from jaxrl_async.run.checkpoint.store import Checkpoints
-from jaxrl_async.run.copies.mirror import FolderMirror
-from jaxrl_async.run.copies.place import open_place
 from jaxrl_async.run.folder import Paths, claimed
 
 SIZE = 1000

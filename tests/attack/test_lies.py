@@ -9,8 +9,9 @@ from remotes import until
 
 from jaxrl_async.errors import Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.sampler.remote.answer_checks import checked_completion, checked_drawn
-from jaxrl_async.sampler.remote.replica import RemoteReplica
+from jaxrl_async.remote.sampler.answer_checks import checked_completion, checked_drawn
+from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
+from jaxrl_async.remote.wire.messages import Answers, Start
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import (
@@ -21,7 +22,6 @@ from jaxrl_async.types import (
     SamplingParams,
     StopReason,
 )
-from jaxrl_async.wire.messages import Answers, Start
 
 NEWEST = 50
 ROOM = Room(max_length=64, max_new_tokens=32, vocab=100, seed=0)

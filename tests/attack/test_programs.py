@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from played_programs import played, programs
 
+from jaxrl_async.endpoint.agent_programs import AgentSession, Command
 from jaxrl_async.errors import RolloutError, RolloutTimeout
-from jaxrl_async.rollout.agent_programs import AgentSession, Command
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
 from jaxrl_async.scorers.reward_process import RewardProcesses, Source
@@ -190,7 +190,7 @@ ENDLESS = (swallows, waits_in_a_thread, cleans_up_for_ever, makes_one_that_swall
 def test_a_program_that_does_not_end_fails_its_member_and_holds_up_nothing(
     program, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("jaxrl_async.rollout.agent_programs.REAP_S", 0.1)
+    monkeypatch.setattr("jaxrl_async.endpoint.agent_programs.REAP_S", 0.1)
     monkeypatch.setattr(usercode, "LEFT_S", 0.05)
     counts: dict[str, int] = {}
     with pytest.raises(RolloutTimeout, match=r"more than 0\.2 s"):
@@ -334,7 +334,7 @@ def test_which_variables_are_taken_for_secrets(monkeypatch, name, value, is_hidd
 
 LOOKS = """
 import asyncio, os, sys
-from jaxrl_async.rollout.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.agent_programs import AgentSession, Command
 from jaxrl_async.shown_environment import hide_secrets
 hidden = hide_secrets(("NAMED",))
 assert os.environ["HF_TOKEN"] == "sesame-1" and os.environ["NAMED"] == "sesame-3"

@@ -15,8 +15,8 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Rig, Speaker, closed, serve
 from played_programs import LIMITS, Policy
 
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.testing.fakes import make_prompt
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -434,7 +434,7 @@ GROUPS = (
         (("number <= self._waits_for", "number < self._waits_for"),),
     ),
     Group(
-        "weights/remote/transfers",
+        "remote/weights/transfers",
         ("weights/test_transfers.py",),
         (
             ("            del self._news[taker]\n", ""),

@@ -15,7 +15,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.data import addresses
 from jaxrl_async.data.addresses import cache_root, copied_here, is_address
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 
 
 @pytest.fixture(autouse=True)

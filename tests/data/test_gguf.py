@@ -31,7 +31,7 @@ from jaxrl_async.errors import (  # noqa: E402
 )
 from jaxrl_async.model.hf import weight_files  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
-from jaxrl_async.run.start import check_paths, with_hub_folders  # noqa: E402
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders  # noqa: E402
 
 TALK = [
     {"role": "user", "content": "hello  there 12"},

@@ -19,7 +19,7 @@ from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name, model_fo
 from jaxrl_async.data.record_files import rows_of_file
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 
 SMALL = (
     "run.steps=1",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.endpoint.adapter_door import AdapterDoor
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.adapter_admin import AdapterDoor
+from jaxrl_async.endpoint.http_errors import CallRefused
 
 
 class Shelf:

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.data.chat import chat_format
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import read_messages
 from jaxrl_async.endpoint.chat_deltas import ChatDeltas
 from jaxrl_async.endpoint.conversations import MAX_REMEMBERED, Conversations
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.generation import Answer
 from jaxrl_async.endpoint.http_answers import chat_answer
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.service import Desk, EndpointLimits
 from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import Completion, StopReason
 

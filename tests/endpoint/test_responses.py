@@ -10,10 +10,10 @@ import pytest
 from chat_tokenizers import CHATML, QWEN3, byte_tokenizer
 from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
 
-from jaxrl_async.endpoint.desk import EndpointLimits
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import Terms
+from jaxrl_async.endpoint.service import EndpointLimits
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import Request, SamplingParams

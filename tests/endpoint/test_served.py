@@ -19,14 +19,14 @@ from runs import CONFIGS, config_of, many_digits, metrics_of
 
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.load import load
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import Terms
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.judge.judge import JudgeDesk
+from jaxrl_async.judge.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.ports import FixedWeights
 from jaxrl_async.run import loop
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.scorers.judge import JudgeDesk
-from jaxrl_async.scorers.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.types import Request, SamplingParams, VersionedParams
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -13,12 +13,12 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from jaxrl_async.config import schema
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.http_server import Endpoint
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import Terms
+from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.sessions import Sessions
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.rollout.sessions import Sessions
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Partial, Request, SamplingParams, StopReason
 

@@ -6,7 +6,8 @@ import threading
 
 import numpy as np
 
-from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.episode import (
     EpisodeLimits,
@@ -15,7 +16,6 @@ from jaxrl_async.rollout.episode import (
     begin_groups,
     play_group,
 )
-from jaxrl_async.rollout.sessions import SessionLimits, Sessions
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.fakes import make_completion, make_prompt
 from jaxrl_async.types import SamplingParams

@@ -10,14 +10,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.remote.weights.source import RemoteSource
+from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion, PrivateCopy
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.weights.remote.receiver import WeightReceiver
-from jaxrl_async.weights.remote.source import RemoteSource
-from jaxrl_async.wire.messages import Hello
 
 WAIT_S = 30.0
 

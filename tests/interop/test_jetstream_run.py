@@ -13,11 +13,11 @@ from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.interop.foreign import ForeignSampler
 from jaxrl_async.interop.jetstream import make_engine
+from jaxrl_async.interop.jetstream_samplers import engine_seed
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.builders.jetstream_samplers import engine_seed
 from jaxrl_async.run.loop import train
 from jaxrl_async.types import Request, SamplingParams
 

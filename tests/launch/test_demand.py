@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.launch.demand import (
+from jaxrl_async.launch.autoscale import (
     CHANGES,
     NEEDED,
     WINDOW_S,

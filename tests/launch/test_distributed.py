@@ -11,8 +11,8 @@ import pytest
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, DistributedSection
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.launch import distributed
-from jaxrl_async.launch.distributed import find, from_settings, from_tpu, join_processes
+from jaxrl_async.run import distributed
+from jaxrl_async.run.distributed import find, from_settings, from_tpu, join_processes
 
 HERE = DistributedSection(coordinator="head:1234", num_processes=4, process_id=3)
 JAX = {
@@ -166,8 +166,8 @@ def command(*words, **env):
 
 
 def test_the_number_of_processes_can_be_asked_for():
-    assert command("jaxrl_async.launch.distributed", **SLICES).stdout == "8\n"
-    wrong = command("jaxrl_async.launch.distributed", TPU_WORKER_HOSTNAMES="a,b")
+    assert command("jaxrl_async.run.distributed", **SLICES).stdout == "8\n"
+    wrong = command("jaxrl_async.run.distributed", TPU_WORKER_HOSTNAMES="a,b")
     assert wrong.returncode == 2 and "TPU_WORKER_ID" in wrong.stderr
 
 

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import DistributedSection
 from jaxrl_async.launch import gke
-from jaxrl_async.launch.distributed import find, from_jobset
 from jaxrl_async.launch.gke_manifests import grace_s, manifests
 from jaxrl_async.launch.gke_slices import Tpu
 from jaxrl_async.launch.gke_values import Values, load_values
+from jaxrl_async.run.distributed import find, from_jobset
 from jaxrl_async.run.folder import settled
 
 ROOT = Path(__file__).parents[2]

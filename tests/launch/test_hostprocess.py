@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.hardware import parse_hardware, parse_range
-from jaxrl_async.launch.hostprocess import TAIL_BYTES, HostProcess
-from jaxrl_async.launch.upkeep import HostTask
+from jaxrl_async.launch.host_process import TAIL_BYTES, HostProcess
+from jaxrl_async.launch.supervisor import HostTask
 
 STUBBORN = "import signal, time; signal.signal(15, lambda *_: None);open('up', 'w'); time.sleep(60)"
 POLITE = (
@@ -70,7 +70,7 @@ def test_a_new_start_ends_what_still_runs(host, tmp_path):
 
 
 def test_a_command_ends_with_its_parent_even_if_that_is_killed_and_blocked_signals(tmp_path):
-    child = f"{sys.executable} -m jaxrl_async.launch.tethered"
+    child = f"{sys.executable} -m jaxrl_async.launch.die_with_parent"
     code = (
         "import os, signal, subprocess, sys, time;"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15]);"
@@ -94,7 +94,15 @@ def test_a_command_ends_with_its_parent_even_if_that_is_killed_and_blocked_signa
 
 
 def test_a_command_whose_parent_is_gone_is_not_started(tmp_path):
-    words = [sys.executable, "-m", "jaxrl_async.launch.tethered", "1", sys.executable, "-c", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxrl_async.launch.die_with_parent",
+        "1",
+        sys.executable,
+        "-c",
+        "1",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "the parent 1 is gone" in done.stderr
 

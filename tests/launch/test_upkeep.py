@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.launch.hardware import parse_hardware
-from jaxrl_async.launch.upkeep import LOST, HostTask, Upkeep, UpkeepPlan, outcome, restart_wait_s
+from jaxrl_async.launch.supervisor import (
+    LOST,
+    HostTask,
+    Upkeep,
+    UpkeepPlan,
+    outcome,
+    restart_wait_s,
+)
 
 
 @dataclass

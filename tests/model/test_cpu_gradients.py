@@ -11,6 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
+from jaxrl_async.cpu.gradients import chosen, flash, tree_flash
+from jaxrl_async.cpu.gradients import multiply as in_parts
+from jaxrl_async.cpu.kernel_library import TRAINING, kernels_are_there, multiplies_in_parts
 from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.attention import (
     reference,
@@ -18,9 +21,6 @@ from jaxrl_async.model.attention import (
     tree_reference,
     visible_until,
 )
-from jaxrl_async.model.cpu.gradients import chosen, flash, tree_flash
-from jaxrl_async.model.cpu.gradients import multiply as in_parts
-from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there, multiplies_in_parts
 from jaxrl_async.model.decoder import (
     DecoderSettings,
     TokenRows,

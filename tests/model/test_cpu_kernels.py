@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from jaxrl_async.model import layers
-from jaxrl_async.model.cpu.calls import (
+from jaxrl_async.cpu.kernel_calls import (
     NewTokens,
     attend_new_tokens,
     attend_pages,
@@ -21,7 +20,8 @@ from jaxrl_async.model.cpu.calls import (
     packed_product,
     rotated,
 )
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
+from jaxrl_async.model import layers
 from jaxrl_async.model.kernels import Scoring
 
 NEEDED = "needs g++ or clang++ and a processor with AVX2"
@@ -276,7 +276,7 @@ def test_large_scores_and_a_lone_token_are_exact() -> None:
 
 
 SAYS = """
-from jaxrl_async.model.cpu.library import SAMPLING, TRAINING, kernels_are_there
+from jaxrl_async.cpu.kernel_library import SAMPLING, TRAINING, kernels_are_there
 print(kernels_are_there(SAMPLING), kernels_are_there(TRAINING))
 """
 

@@ -20,7 +20,7 @@ from jaxrl_async.model.own_code import check_unchanged, load_code
 from jaxrl_async.model.own_spec import check_numbers, own_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.run.remote.sampler_parts import sent_spec
+from jaxrl_async.remote.run.sampler_parts import sent_spec
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request
 

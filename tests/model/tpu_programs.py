@@ -38,9 +38,9 @@ from jaxrl_async.sampler.batch.prefill import (
     make_chunk,
     prefill_sizes,
 )
-from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings

@@ -25,7 +25,7 @@ from jaxrl_async.model.decoder import (
     settings_on,
 )
 from jaxrl_async.model.families.family import never
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import save_head, sequence_scores, token_values, with_head
 from jaxrl_async.model.logprobs import logits_of, token_logprobs
 from jaxrl_async.model.lora import lora_of

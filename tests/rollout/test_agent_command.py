@@ -8,10 +8,10 @@ import pytest
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import FillingSection
+from jaxrl_async.endpoint.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.rollout.agent_programs import AgentSession, Command
 from jaxrl_async.run.builders.playing import key_variables, make_programs
-from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.tasks.task import Task
 
 SESSION = AgentSession(

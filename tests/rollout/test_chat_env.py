@@ -14,6 +14,7 @@ from word_chat import Speaks, WordChat
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports import Concludes, Opens, SavesState
+from jaxrl_async.rollout.call_log import Trace
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.episode import (
@@ -23,7 +24,6 @@ from jaxrl_async.rollout.episode import (
     play_group,
     saved_episode,
 )
-from jaxrl_async.rollout.trace import Trace
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import ToolLimits
 from jaxrl_async.testing.fakes import make_completion

@@ -12,7 +12,7 @@ from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.outlets import Evaluation
+from jaxrl_async.run.reporting import Evaluation
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
 

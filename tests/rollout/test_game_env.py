@@ -10,16 +10,16 @@ from word_chat import WordChat
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.peers import compared_with_peers
 from jaxrl_async.errors import RolloutError, RolloutTimeout
+from jaxrl_async.games.game_env import GameEnvs, policy_everywhere
+from jaxrl_async.games.nim import Nim
+from jaxrl_async.games.proposer_solver import ProposerSolver
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.game_env import GameEnvs, policy_everywhere
-from jaxrl_async.rollout.quota import Quota
+from jaxrl_async.rollout.quorum import Quota
 from jaxrl_async.tasks.game import Game, Round
-from jaxrl_async.tasks.nim import Nim
-from jaxrl_async.tasks.proposer_solver import ProposerSolver
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.types import (

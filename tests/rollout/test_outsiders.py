@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.external_agents import Lobby, LobbyOffer, OutsiderMembers
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.outsiders import Lobby, LobbyOffer, OutsiderMembers
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.fakes import make_completion, make_prompt
 from jaxrl_async.types import SamplingParams

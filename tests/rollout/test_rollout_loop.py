@@ -13,13 +13,13 @@ from outage_clock import QuickOutages
 from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, prompts
 
 from jaxrl_async.codec import dumps, loads
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
 from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS
-from jaxrl_async.rollout.sessions import SessionLimits, Sessions
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,

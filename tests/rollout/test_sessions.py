@@ -16,10 +16,7 @@ import pytest
 from outage_clock import QuickOutages
 from played_programs import LIMITS, Policy, played, programs, through
 
-from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
-from jaxrl_async.rollout.context_branch import context_branch
-from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
-from jaxrl_async.rollout.sessions import (
+from jaxrl_async.endpoint.sessions import (
     FINISHED,
     STOPPING,
     PolicySession,
@@ -27,6 +24,9 @@ from jaxrl_async.rollout.sessions import (
     SessionPlace,
     Sessions,
 )
+from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
+from jaxrl_async.rollout.context_branch import context_branch
+from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import SamplingParams, Score, StopReason

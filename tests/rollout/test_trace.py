@@ -6,8 +6,8 @@ from call_trees import completion_of, random_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.rollout.call_log import Trace, cut_completion
 from jaxrl_async.rollout.context_branch import context_branch
-from jaxrl_async.rollout.trace import Trace, cut_completion
 from jaxrl_async.types import NOT_DRAWN, StopReason
 
 

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from jaxrl_async.endpoint.sessions import PolicySession, SessionLimits, SessionPlace
 from jaxrl_async.rollout.episode import EpisodeLimits, make_request
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.sessions import PolicySession, SessionLimits, SessionPlace
-from jaxrl_async.rollout.urgency import TurnPriority
+from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
 
 PROMPT = Prompt(

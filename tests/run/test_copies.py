@@ -21,12 +21,12 @@ from jaxrl_async.config.run_section import RunSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.mirror import copy_thread
+from jaxrl_async.mirror.bring_back import bring_back
+from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
+from jaxrl_async.mirror.copy_thread import RunCopy
+from jaxrl_async.mirror.remote_copy import OWNER, CopyPlace, open_place, whole_checkpoints
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, checksums, saved_steps
-from jaxrl_async.run.copies import thread
-from jaxrl_async.run.copies.mirror import FolderMirror, TakenOver
-from jaxrl_async.run.copies.place import OWNER, CopyPlace, open_place, whole_checkpoints
-from jaxrl_async.run.copies.start import bring_back
-from jaxrl_async.run.copies.thread import RunCopy
 from jaxrl_async.run.folder import SIGNS
 
 ROOT = Path(__file__).parents[2]
@@ -231,8 +231,8 @@ def test_folders_that_know_nothing_of_each_other_are_not_mixed(run, memory):
 
 
 def test_a_bucket_that_is_away_is_counted_and_said(run, memory, monkeypatch, caplog):
-    monkeypatch.setattr(thread, "END_TRIES", 2)
-    monkeypatch.setattr(thread, "backoff_s", lambda first, failures: 0.0)
+    monkeypatch.setattr(copy_thread, "END_TRIES", 2)
+    monkeypatch.setattr(copy_thread, "backoff_s", lambda first, failures: 0.0)
     folder_of(run).mkdir()
     with RunCopy() as copy:
         copy.begin(run, 2)
@@ -351,7 +351,7 @@ def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
 
 LIST = f"""
 import json
-from jaxrl_async.run.copies.place import open_place
+from jaxrl_async.mirror.remote_copy import open_place
 print(json.dumps(open_place("{BUCKET}/all", "a").names()))
 """
 

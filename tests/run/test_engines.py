@@ -11,10 +11,10 @@ from runs import config_of, metrics_of
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.interop.engines import SharedPush, check_engines
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.hf import save_params
 from jaxrl_async.model.spec import weight_table
-from jaxrl_async.run.builders.engines import SharedPush, check_engines
 from jaxrl_async.run.loop import train
 from jaxrl_async.weights.local import Push
 

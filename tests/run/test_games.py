@@ -98,7 +98,7 @@ def test_games_with_members_left_out_and_groups_without_signal(tmp_path: Path) -
 FAILS = """
 import itertools
 from jaxrl_async import Task
-from jaxrl_async.tasks.nim import Nim, nim
+from jaxrl_async.games.nim import Nim, nim
 
 made = itertools.count(1)
 whole = nim(stones=8, most=2)

@@ -9,9 +9,9 @@ import pytest
 from heard_compiles import compiles_of_samplers
 
 from jaxrl_async.config.load import load
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.run import assemble
 from jaxrl_async.run.builders import rehearsal
 from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed

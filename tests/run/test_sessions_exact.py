@@ -11,10 +11,10 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, VOCAB, Script
 from jaxrl_async.algorithms.advantages import step_data
 from jaxrl_async.algorithms.shaping import shape
 from jaxrl_async.config import schema
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.sessions import SessionLimits, Sessions
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.trainer.learning_settings import LearningSettings

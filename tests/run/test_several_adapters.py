@@ -14,6 +14,8 @@ import yaml
 from runs import CONFIGS, many_digits
 from safetensors.numpy import load_file
 
+from jaxrl_async.adapters.adapter_generate import AdapterGenerate
+from jaxrl_async.adapters.turns import Turns
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config
@@ -25,8 +27,6 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.loop import train
-from jaxrl_async.run.several.adapter_generate import AdapterGenerate
-from jaxrl_async.run.several.turns import Turns
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.train_command import main

@@ -146,7 +146,7 @@ def test_ctrl_c_before_a_run_has_begun_ends_in_one_line(tmp_path):
     file.write_text(f"run: {{dir: '{tmp_path / 'runs'}'}}\n")
     program = (
         "import os, runpy, signal, sys\n"
-        "import jaxrl_async.launch.distributed as distributed\n"
+        "import jaxrl_async.run.distributed as distributed\n"
         "distributed.join_processes = lambda c: os.kill(os.getpid(), signal.SIGINT) or c\n"
         f"sys.argv = ['train', {str(file)!r}]\n"
         "runpy.run_module('jaxrl_async.train', run_name='__main__')\n"

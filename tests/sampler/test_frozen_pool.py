@@ -9,7 +9,7 @@ from endpoint_rig import tiny_policy
 
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.errors import Closed
-from jaxrl_async.sampler.frozen_pool import FrozenPool
+from jaxrl_async.games.opponent_pool import FrozenPool
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, build_setup
 from jaxrl_async.types import Request

@@ -20,8 +20,8 @@ from jaxrl_async.model.decoder import DecoderSettings, init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.quota import Quota
-from jaxrl_async.sampler.batch.outcomes import ended
+from jaxrl_async.rollout.quorum import Quota
+from jaxrl_async.sampler.batch.finish import ended
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings

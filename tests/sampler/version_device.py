@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.families.parts import LayerKind
-from jaxrl_async.sampler.device.arguments import Block, DecodeState, Prefix, SlotParams
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, Prefix, SlotParams
 from jaxrl_async.sampler.device.sampling import Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 

@@ -14,18 +14,18 @@ from outage_clock import QuickOutages
 
 from jaxrl_async.config.judge_section import Criterion, JudgeSection
 from jaxrl_async.errors import ConfigError, EndpointMisset, OutageTooLong, RolloutError
-from jaxrl_async.scorers import judge_cache
-from jaxrl_async.scorers.guard import GuardedScorer, checked
-from jaxrl_async.scorers.judge import JudgeScorer, Transcripts, make_desk
-from jaxrl_async.scorers.judge_cache import JudgeCache, question_key
-from jaxrl_async.scorers.judge_client import retry_after_s
-from jaxrl_async.scorers.judge_prompt import (
+from jaxrl_async.judge import judge_cache
+from jaxrl_async.judge.judge import JudgeScorer, Transcripts, make_desk
+from jaxrl_async.judge.judge_cache import JudgeCache, question_key
+from jaxrl_async.judge.judge_client import retry_after_s
+from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     UnreadableReply,
     about_answers,
     about_steps,
     rubric_of,
 )
+from jaxrl_async.scorers.guard import GuardedScorer, checked
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz <>/"

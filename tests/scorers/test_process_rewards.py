@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.scorers.guard import checked
-from jaxrl_async.scorers.judge import Transcripts, make_desk
-from jaxrl_async.scorers.process_rewards import (
+from jaxrl_async.judge.judge import Transcripts, make_desk
+from jaxrl_async.judge.process_rewards import (
     FunctionSteps,
     JudgedSteps,
     ProcessScorer,
@@ -22,6 +21,7 @@ from jaxrl_async.scorers.process_rewards import (
     drawn_runs,
     steps_of,
 )
+from jaxrl_async.scorers.guard import checked
 from jaxrl_async.types import Episode, Prompt, Score, StopReason
 
 PIECES = ("a", "bc", ".", ". ", "d.e", "\n", " ")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.games.nim import FIRST, SECOND, Nim, best_move
+from jaxrl_async.games.proposer_solver import terms_of
 from jaxrl_async.tasks.named_tasks import load_task
-from jaxrl_async.tasks.nim import FIRST, SECOND, Nim, best_move
-from jaxrl_async.tasks.proposer_solver import terms_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 

@@ -11,10 +11,10 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 
 from jaxrl_async.config import schema
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.sessions import SessionLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks import verifiers_task as module

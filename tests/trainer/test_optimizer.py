@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import head_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table

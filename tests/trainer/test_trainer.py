@@ -16,7 +16,7 @@ from jaxrl_async.errors import (
     EndpointMisset,
     TrainingError,
 )
-from jaxrl_async.trainer.beside import Finish
+from jaxrl_async.trainer.async_evaluation import Finish
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 

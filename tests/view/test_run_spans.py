@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder, ThreadSpans
 from jaxrl_async.metrics.spans import recorded_spans
 from jaxrl_async.metrics.trace_file import TraceFile
-from jaxrl_async.trainer.beside import EvaluationBeside
+from jaxrl_async.trainer.async_evaluation import EvaluationBeside
 from jaxrl_async.trainer.step_times import StepTimes
-from jaxrl_async.view.answers import ANSWERS
+from jaxrl_async.view.lanes import IDLE, RunSpans, read_spans, thinned
+from jaxrl_async.view.queries import ANSWERS
 from jaxrl_async.view.report import as_json, embedded_spans
-from jaxrl_async.view.spans import IDLE, RunSpans, read_spans, thinned
 from jaxrl_async.view.watched import WatchedRun
 
 Given = list[tuple[str, float, float, str]]  # name, start, end, lanes

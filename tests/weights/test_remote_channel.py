@@ -12,15 +12,15 @@ from jaxrl_async.config.schema import AxesSection
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shapes_on, shardings
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import Weight
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.remote.weights.source import RemoteSource
+from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
+from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion, PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.weights.remote.receiver import WeightReceiver
-from jaxrl_async.weights.remote.source import RemoteSource
-from jaxrl_async.weights.remote.transports import make_fetching, make_offering
-from jaxrl_async.wire.messages import Hello
 
 TABLE = {
     "embed": Weight(shape=(16, 8), axes=("vocab", "embed"), init="ones", hf="e"),

@@ -9,8 +9,8 @@ import pytest
 from remote_side import TrainerSide, eventually, weights
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
+from jaxrl_async.remote.wire.messages import Live, Staged
 from jaxrl_async.weights.link import FunctionLink
-from jaxrl_async.wire.messages import Live, Staged
 
 
 def test_a_sampler_gets_the_first_weights_and_every_version_that_follows():
@@ -148,7 +148,7 @@ def test_a_torn_transfer_is_never_used_and_comes_again():
 
 
 def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypatch):
-    monkeypatch.setattr("jaxrl_async.weights.remote.transfers.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
     with TrainerSide() as side:
         good, bad = side.join("good").begin(), side.join("bad").begin()
         bad.fetching.broken = 1000
@@ -166,7 +166,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
 
 
 def test_a_silent_transfer_is_offered_anew_and_then_given_up(monkeypatch):
-    monkeypatch.setattr("jaxrl_async.weights.remote.transfers.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
     with TrainerSide(transfer_timeout_s=0.05) as side:
         good, silent = side.join("good").begin(), side.join("silent").begin()
         silent.fetching.go.clear()
@@ -207,7 +207,7 @@ def test_one_that_claims_what_it_cannot_have_is_cut_off():
 
 
 def test_another_models_weights_are_refused_before_any_byte_moves(monkeypatch):
-    monkeypatch.setattr("jaxrl_async.weights.remote.transfers.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
     with TrainerSide() as side:
         sampler = side.join(layout="of another model")
         with pytest.raises(Disconnected, match="layout"):
@@ -216,7 +216,7 @@ def test_another_models_weights_are_refused_before_any_byte_moves(monkeypatch):
 
 
 def test_what_cannot_be_offered_is_tried_again_and_then_ends_the_run(monkeypatch):
-    monkeypatch.setattr("jaxrl_async.weights.remote.outbox.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxrl_async.remote.weights.outbox.RETRY_S", 0.01)
     with TrainerSide() as side:
         sampler = side.join().begin()
         side.offering.failures = 2

@@ -105,7 +105,7 @@ def perform(seed, local):
     draw = random.Random(seed)
     links = [FunctionLink(lambda p: p)] if local else []
     with pytest.MonkeyPatch.context() as patch, TrainerSide(links=links, fanout=1) as side:
-        patch.setattr("jaxrl_async.weights.remote.transfers.RETRY_S", 0.01)
+        patch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
         traffic = Traffic(side, local)
         try:
             for action in draw.choices([*ACTIONS], weights=[*ACTIONS.values()], k=100):

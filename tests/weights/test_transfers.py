@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import WeightsError
-from jaxrl_async.weights.remote.transfers import KEPT, TRIES, Taker, Transfers
-from jaxrl_async.weights.remote.tree import sources
+from jaxrl_async.remote.weights.fetch_tree import sources
+from jaxrl_async.remote.weights.transfers import KEPT, TRIES, Taker, Transfers
 
 EVENTS = ["publish", "keep", "offer", "stage", "live", "torn", "join", "leave", "wait"]
 

@@ -28,7 +28,7 @@ from jaxrl_async.mesh import (
 )
 from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.remote.pinning import chips_of_trainer
+from jaxrl_async.run.pinning import chips_of_trainer
 
 MAX_CPU_DEVICES = 256
 """Most devices that a CPU is made to look like."""

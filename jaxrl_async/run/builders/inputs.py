@@ -11,20 +11,21 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.endpoint.run_serving import RunServing, run_chat_format
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.games.league import RunOpponents, check_alone, has_opponents
+from jaxrl_async.interop.engines import check_engines
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
+from jaxrl_async.remote.run.listening import check_listening
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.device_memory import check_devices_hold
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
-from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
-from jaxrl_async.run.builders.league import RunOpponents, check_alone, has_opponents
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
-from jaxrl_async.run.builders.listening import check_listening
 from jaxrl_async.run.builders.playing import Play, find_task, make_play
 from jaxrl_async.run.builders.scoring import (
     Scorers,
@@ -33,7 +34,6 @@ from jaxrl_async.run.builders.scoring import (
     make_scorers,
     note_process_rewards,
 )
-from jaxrl_async.run.builders.serving import RunServing, run_chat_format
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep

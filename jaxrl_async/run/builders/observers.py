@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxrl_async.config.schema import Config, MetricsSection
+from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import AwakeClock, backoff_s
 from jaxrl_async.run.builders.rollouts import RolloutSide
-from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Counters, Observer, PivotCounts, Utilisation, measured_peak_flops

@@ -15,15 +15,15 @@ from jaxrl_async.data.chat import TeachableFormat, chat_format, has_chat_format
 from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.endpoint.external_agents import OutsiderMembers
+from jaxrl_async.endpoint.run_serving import RunServing
+from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.games.game_env import GameEnvs, SeatsOf, policy_everywhere, seats_checked
 from jaxrl_async.outages import Outages
-from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.rollout.game_env import GameEnvs, SeatsOf, policy_everywhere, seats_checked
-from jaxrl_async.rollout.outsiders import OutsiderMembers
-from jaxrl_async.rollout.sessions import SessionLimits
-from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task

@@ -15,16 +15,16 @@ from jaxrl_async.config.pivot_section import PivotSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.interop.jetstream_samplers import make_jetstream_sampling
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Gate, Generate
+from jaxrl_async.remote.run.remote_samplers import make_remote_sampling
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.rollout.urgency import TurnPriority
+from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.builders.jetstream_samplers import make_jetstream_sampling
 from jaxrl_async.run.builders.learning import sampling_params
-from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import (
     GivingUp,
     Sampling,
@@ -34,7 +34,6 @@ from jaxrl_async.run.builders.samplers import (
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Joined, Lockstep
-from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.replay.player import (
     OrderedPrompts,
     Replay,
@@ -42,6 +41,7 @@ from jaxrl_async.run.replay.player import (
     RunSchedule,
 )
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
+from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import EpisodeGroup, VersionedParams
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
+from jaxrl_async.interop.engines import make_engines
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of, sent_base
@@ -20,10 +21,9 @@ from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Generate, Publisher, Replica
-from jaxrl_async.run.builders.engines import make_engines
+from jaxrl_async.remote.run.local_samplers import LocalSamplers
+from jaxrl_async.remote.run.members import Members
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.remote.local_samplers import LocalSamplers
-from jaxrl_async.run.remote.members import Members
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix

@@ -19,6 +19,21 @@ from jaxrl_async.config.schema import (
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.judge.judge import (
+    OTHERS,
+    JudgeDesk,
+    JudgeScorer,
+    Transcripts,
+    judge_cache_file,
+    make_desk,
+)
+from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
+from jaxrl_async.judge.process_rewards import (
+    FunctionSteps,
+    JudgedSteps,
+    ProcessScorer,
+    StepRewards,
+)
 from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
@@ -29,21 +44,6 @@ from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.scorers.answers import thinking_marks
 from jaxrl_async.scorers.environment_scorer import EnvironmentScorer
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
-from jaxrl_async.scorers.judge import (
-    OTHERS,
-    JudgeDesk,
-    JudgeScorer,
-    Transcripts,
-    judge_cache_file,
-    make_desk,
-)
-from jaxrl_async.scorers.judge_prompt import Rubric, rubric_of
-from jaxrl_async.scorers.process_rewards import (
-    FunctionSteps,
-    JudgedSteps,
-    ProcessScorer,
-    StepRewards,
-)
 from jaxrl_async.scorers.reward_model import (
     FUNCTION,
     MODEL,

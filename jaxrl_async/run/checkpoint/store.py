@@ -34,8 +34,8 @@ from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
-from jaxrl_async.run.checkpoint.place import FolderPlace, Place, place_of
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
+from jaxrl_async.run.checkpoint.storage import FolderPlace, Place, place_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"

@@ -24,7 +24,9 @@ from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
 from jaxrl_async.sampler.batch.decoding import decode_args, form_of
+from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
 from jaxrl_async.sampler.batch.kv_pool import KvPool
+from jaxrl_async.sampler.batch.page_tables import Table
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefill import (
     Chunk,
@@ -38,7 +40,6 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_tokens,
 )
 from jaxrl_async.sampler.batch.prefix import PrefixStore
-from jaxrl_async.sampler.batch.routes import NoRoutes, Routes
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
@@ -51,10 +52,9 @@ from jaxrl_async.sampler.batch.sequence import (
     running_of,
 )
 from jaxrl_async.sampler.batch.slots import Slots
-from jaxrl_async.sampler.batch.tables import Table
-from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
 from jaxrl_async.types import IntArray
 

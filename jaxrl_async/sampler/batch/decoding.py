@@ -10,12 +10,12 @@ import numpy as np
 from jaxrl_async.model import cache
 from jaxrl_async.model.kernels import MAX_RAGGED_PAGES
 from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.page_tables import Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
 from jaxrl_async.sampler.batch.slots import Slots
-from jaxrl_async.sampler.batch.tables import Table, TableForm
-from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import AnyArray
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from jaxrl_async.sampler.batch.concurrency import LOW
+from jaxrl_async.sampler.batch.page_tables import Table, TableForm
 from jaxrl_async.sampler.batch.pages import Pages
 from jaxrl_async.sampler.batch.prefix import PrefixStore
-from jaxrl_async.sampler.batch.tables import Table, TableForm
 from jaxrl_async.types import BoolArray, IntArray
 
 

@@ -16,15 +16,15 @@ from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     Cells,
     InsertArgs,
     PrefillArgs,
     Prefix,
     SlotParams,
 )
-from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 from jaxrl_async.types import IntArray

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxrl_async.sampler.batch.page_tables import Table, TableForm
 from jaxrl_async.sampler.batch.pages import Pages
-from jaxrl_async.sampler.batch.tables import Table, TableForm
 from jaxrl_async.types import IntArray
 
 Key = tuple[int, bytes]

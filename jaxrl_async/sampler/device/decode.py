@@ -4,7 +4,7 @@
 
 Rows decode; the slots that they decode for keep the KV and the logits between two blocks. When a
 row's request ends, the row takes over the next reserve slot. Shapes: see
-sampler/device/arguments.py.
+sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.cpu.kernel_calls import attend_pages
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
-from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.tpu_pages import attend_wide_pages
-from jaxrl_async.sampler.device.arguments import (
-    Block,
-    DecodeArgs,
-    DecodeState,
-    EngineWeights,
-    SlotParams,
-)
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     draw_kernel,
@@ -36,6 +29,13 @@ from jaxrl_async.sampler.device.passes import (
     of_tokens,
     ragged_kernel,
     stacked_routes,
+)
+from jaxrl_async.sampler.device.program_arguments import (
+    Block,
+    DecodeArgs,
+    DecodeState,
+    EngineWeights,
+    SlotParams,
 )
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
 

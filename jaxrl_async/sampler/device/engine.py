@@ -26,7 +26,8 @@ from jaxrl_async.model.adapter_stack import empty_adapter, stack_table
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec, Params, is_stack
 from jaxrl_async.sampler.device import decode, insertion, prefilling
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     Block,
     DecodeArgs,
     DecodeState,
@@ -35,7 +36,6 @@ from jaxrl_async.sampler.device.arguments import (
     PrefillArgs,
     Prefix,
 )
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 from jaxrl_async.types import IntArray

@@ -30,7 +30,7 @@ class EngineSpec:
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
     eight_bits: bool = False  # products of int8 with int8, by the CPU's own kernels
     ragged: bool = False  # decode on the pages: by a kernel for TPU or GPU, or a slow reference
-    cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
+    cpu_products: bool = False  # by kernels of our own, see cpu/; they must be there
     cpu_attention: bool = False  # decode on the pages, by a kernel of our own
     on_tpu: bool | None = None  # None: as the devices are; always a bool once made
     on_gpu: bool | None = None  # the same

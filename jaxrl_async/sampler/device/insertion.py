@@ -1,6 +1,6 @@
 """The programs that bring weights and prefilled prompts to the slots. Pure.
 
-Shapes: see sampler/device/arguments.py.
+Shapes: see sampler/device/program_arguments.py.
 """
 
 import logging
@@ -25,14 +25,14 @@ from jaxrl_async.model.moe import experts_on
 from jaxrl_async.model.packed_layers import are_in_eight_bits, in_eight_bits, packed_layer
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params, is_stack
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     DecodeState,
     EngineWeights,
     InsertArgs,
     Prefix,
     SlotParams,
 )
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
 from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
 

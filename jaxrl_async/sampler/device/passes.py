@@ -15,8 +15,8 @@ from jaxrl_async.model.kernels import ragged_paged
 from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
-from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import EngineWeights
 from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 

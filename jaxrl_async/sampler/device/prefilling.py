@@ -1,6 +1,6 @@
 """The programs that compute prompts: prefill, and prefill in pages. Pure.
 
-Shapes: see sampler/device/arguments.py.
+Shapes: see sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.cpu.kernel_calls import NewTokens, attend_new_tokens
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.sampler.device.arguments import EngineWeights, PrefillArgs, Prefix
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     forward,
@@ -23,6 +22,7 @@ from jaxrl_async.sampler.device.passes import (
     ragged_kernel,
     stacked_routes,
 )
+from jaxrl_async.sampler.device.program_arguments import EngineWeights, PrefillArgs, Prefix
 
 
 def prefill(

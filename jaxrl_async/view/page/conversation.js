@@ -27,7 +27,7 @@ export function messagesOf(text) {
   return messages;
 }
 
-/** Return the element of a sample's contexts (run/conversations.py); first: the contexts of its
+/** Return the element of a sample's contexts (endpoint/conversation_log.py); first: the contexts of its
  * group's first sample, whose beginning is not shown again. */
 export function conversationOf(contexts, first) {
   const place = make("div", null, "conversation");

@@ -1,0 +1,477 @@
+"""Agent programs as members of groups: they know an address and a key, and nothing else of the run.
+
+    AgentPrograms(prompt) ─> ProgramMember.play ── opens ──> PolicySession <──key── endpoint
+                             │                                                    ^
+                             └── an async function, or a command ──completions────┘
+
+What a program draws through its session becomes the episode; what it returns, or says through the
+endpoint, its score. A program that raises, exits with another code than 0, draws nothing or takes
+too long fails its member, and so its group; in an outage (a broken connection, exit code 75) it is
+run again. One that ran into a limit of calls, tokens or length
+has an episode that ends there (StopReason.LENGTH), whatever it did about it. If its first call
+leaves no room for an answer, the episode is that call, with nothing drawn.
+"""
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import json
+import logging
+import os
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.chat_messages import with_system_prompt
+from jaxrl_async.endpoint.sessions import (
+    FINISHED,
+    GAVE_UP,
+    PolicySession,
+    SessionLimits,
+    SessionPlace,
+    Sessions,
+)
+from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.metrics.fault_counts import UnderWay
+from jaxrl_async.ports import Clock, Generate, Reply
+from jaxrl_async.rollout.command_groups import COMMANDS
+from jaxrl_async.rollout.episode import NOTHING, EpisodeLimits
+from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
+from jaxrl_async.tasks.game import SeatScore
+from jaxrl_async.tasks.usercode import run_async
+from jaxrl_async.types import Completion, Episode, IntArray, Message, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 4096
+"""How much of a command's output is kept, from its end."""
+REAP_S = 5.0
+"""Longest wait for a cancelled program to end, seconds; then it is left behind."""
+DRAIN_S = 1.0
+"""Longest wait for the rest of a command's output once it has ended, seconds."""
+MAX_VARIABLE_BYTES = 2**17 - 2**8
+"""Longest variable of a command's environment; Linux takes 128 KiB, its name included."""
+SHOWN = 400
+"""How many characters of its output a failed command's message has."""
+MAX_NAMED = 20
+"""How many variables that it did not see a failed command's message names."""
+
+Program = Callable[["AgentSession"], Awaitable[Any] | Any]
+"""Plays one episode. A function that is not async runs in a thread of its own."""
+Judge = Callable[[Any, Episode], Score]
+"""What a program returned, and its episode, to a Score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """What an agent program gets: where to draw from, and what to do."""
+
+    base_url: str  # for an OpenAI client: ends in /v1
+    api_key: str  # names this episode; every call with it becomes a part of it
+    reward_key: str = field(
+        default="", repr=False
+    )  # gives it a reward; keep it from code that others wrote
+    model: str  # the policy's name
+    record: Mapping[str, Any]  # the whole record, by column
+    prompt: str  # its text
+    # its conversation, a system prompt of the task or of data.system_prompt included; empty: plain
+    # text without one
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramEndpoint:
+    """Where programs find the policy."""
+
+    address: Callable[[], str]  # "http://127.0.0.1:8000", asked when a program starts
+    model: str = "policy"
+
+
+class AgentPrograms:
+    """Makes the members that a program plays: a MakeEnv. Any thread may call `oldest_s`."""
+
+    def __init__(
+        self,
+        program: Program | Sequence[str] | str,
+        sessions: Sessions,
+        endpoint: ProgramEndpoint,
+        bounds: SessionLimits,
+        *,
+        judge: Judge,
+        system_prompt: str | None = None,
+        secrets: Collection[str] = (),
+        shown: Collection[str] = (),
+        count: Callable[[str, int], None] = lambda name, number: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Check the program.
+
+        Args:
+            program: a function of an AgentSession, or a command: its words, or one text.
+            sessions: where the endpoint finds the sessions.
+            endpoint: where the program finds the endpoint.
+            bounds: what one episode may take.
+            judge: makes a Score of what a function returns; None is not asked about.
+            system_prompt: put before the messages that have none; None: none is.
+            secrets: variables of the environment that commands never see.
+            shown: those that they see beside the usual ones; NAME* is all that begin so.
+            count: called with the name and number of faults (metrics/fault_counts.py).
+            clock: for `oldest_s`.
+
+        Raises RolloutError for what is neither a function nor a command.
+        """
+        self._run = program if callable(program) else Command(program, secrets, shown)
+        self.sessions, self.endpoint, self.bounds = sessions, endpoint, bounds
+        self.judge, self.count, self.calls = judge, count, UnderWay(clock)
+        self.system_prompt = system_prompt
+
+    def __call__(self, prompt: Prompt) -> "ProgramMember":
+        """Make the member that plays this prompt."""
+        return ProgramMember(self, self._run)
+
+    def oldest_s(self) -> float:
+        """Return for how long the oldest program runs, seconds; 0 if none does."""
+        return self.calls.oldest_s()
+
+
+class ProgramMember:
+    """One member of a group, played by a program (ports.Plays)."""
+
+    def __init__(self, programs: AgentPrograms, run: Program) -> None:
+        self._programs, self._run = programs, run
+        self._session: PolicySession | None = None  # once it plays
+
+    def drawn_versions(self) -> IntArray:
+        """See ports.Plays."""
+        return NOTHING if self._session is None else self._session.drawn_versions()
+
+    async def step(self, prompt: Prompt, completion: Completion) -> Reply:
+        """Raise RolloutError: a program takes its turns itself."""
+        raise RolloutError(f"prompt {prompt.prompt_id}: a program plays its whole episode itself.")
+
+    async def play(
+        self,
+        generate: Generate,
+        prompt: Prompt,
+        *,
+        label: str,
+        member: int,
+        limits: EpisodeLimits,
+        spent_s: Callable[[float], None],
+    ) -> Episode | tuple[Episode, ...]:
+        """Run the program once; return what it drew as an episode, or one for each player that it
+        tells apart (ports.Plays).
+
+        Raises RolloutTimeout if a time limit ended its session, RolloutError if it fails or draws
+        nothing, Closed if the run is stopping.
+        """
+        programs, clock = self._programs, asyncio.get_running_loop().time
+        place = SessionPlace(prompt=prompt, label=label, member=member)
+        session = programs.sessions.open(generate, place, limits, programs.bounds)
+        self._session = session
+        started = clock()
+        try:
+            with programs.calls.one():
+                returned = await self._outcome(session)
+            session.finish()
+            if isinstance(returned, tuple) and all(isinstance(r, SeatScore) for r in returned):
+                return _seated(session, returned, member)
+            return self._judged(session, returned)
+        finally:
+            session.end("its program has ended")
+            spent_s(max(clock() - started - session.drawing_s(), 0.0))
+            self._count(session)
+
+    async def _outcome(self, session: PolicySession) -> Any:
+        """Return what the program returns; None where a limit ended its episode."""
+        work = asyncio.ensure_future(self._guarded(session))
+        try:
+            await _watched(work, session)
+            if work.done():
+                return work.result()
+            if session.ended == FINISHED:
+                log.warning("session %s: its program goes on after it was finished", session.label)
+                return None
+            raise self._too_late(session)
+        except RolloutError as error:
+            if session.exhausted is None or not (session.drew or session.too_long):
+                raise
+            log.info("session %s: %s; then: %s", session.label, session.exhausted, error)
+            return None
+        finally:
+            work.cancel()
+            await asyncio.wait({work}, timeout=REAP_S)
+
+    async def _guarded(self, session: PolicySession) -> Any:
+        """Run the program. Raises RolloutError for whatever it raises, Closed if the run stops."""
+        programs, prompt = self._programs, session.prompt
+        agent = AgentSession(
+            base_url=f"{programs.endpoint.address()}/v1",
+            api_key=session.key,
+            reward_key=session.reward_key,
+            model=programs.endpoint.model,
+            record=copy.deepcopy(dict(prompt.columns)),  # the program may change them
+            prompt=prompt.text,
+            messages=messages_for(prompt, programs.system_prompt),
+        )
+        try:
+            if isinstance(self._run, Command):
+                return await self._run(agent)
+            if inspect.iscoroutinefunction(self._run):
+                return await _on_own_loop(lambda: self._run(agent), session.label)
+            returned = await _in_thread(self._run, agent, f"program-{session.label}")
+            if inspect.isawaitable(returned):
+                return await _on_own_loop(lambda: returned, session.label)
+            return returned
+        except BaseException as error:
+            if is_the_runs_own_end(error) or isinstance(error, Closed):
+                raise
+            programs.count("failed_programs", 1)
+            kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
+            cause = None if isinstance(error, TimeoutError) else error  # its own limit, no outage
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: the program of {session.label} failed: {kind}{error}"
+            ) from cause
+
+    def _too_late(self, session: PolicySession) -> Exception:
+        """Return the error of a session that its own time, or the run, ended."""
+        if self._programs.sessions.closed:
+            return Closed("the run is stopping")
+        if (session.ended or "").startswith(GAVE_UP):
+            self._programs.count("failed_programs", 1)
+            return RolloutError(
+                f"prompt {session.prompt.prompt_id}: the program of {session.label} failed: "
+                f"{session.ended}"
+            )
+        self._programs.count("session_timeouts", 1)
+        return RolloutTimeout(
+            f"prompt {session.prompt.prompt_id}: the session {session.label} of a program was "
+            f"ended: {session.ended}. Make the program quicker or raise the limit."
+        )
+
+    def _judged(self, session: PolicySession, returned: Any) -> Episode:
+        """Return the session's episode with its score. What the program returned replaces what was
+        said of the whole session; rewards of calls stay."""
+        episode = session.episode()
+        if returned is None:
+            return episode
+        score = self._programs.judge(returned, episode)
+        said = None if episode.score is None else episode.score.token_rewards
+        if said is not None:
+            own = score.token_rewards
+            score = replace(
+                score, token_rewards=said if own is None else (own + said).astype(np.float32)
+            )
+        return replace(episode, score=score)
+
+    def _count(self, session: PolicySession) -> None:
+        counts = session.counts()
+        numbers = {
+            "exhausted_sessions": int(session.exhausted is not None),
+            "long_openings": int(session.too_long),
+            "cancelled_calls": counts.cancelled_calls,
+            "overridden_calls": counts.overridden_calls,
+            "late_calls": counts.late_calls,
+        }
+        for name, number in numbers.items():
+            if number:
+                self._programs.count(name, number)
+
+
+def _seated(
+    session: PolicySession, scores: Sequence[SeatScore], member: int
+) -> tuple[Episode, ...]:
+    """Return an episode for each player that drew something, with its own score; where the first
+    call left no room for an answer, that call. Raises RolloutError if there is neither."""
+    found = [(score, session.episode_of(score.voice)) for score in scores]
+    played = [(of, episode) for of, episode in found if episode is not None]
+    return tuple(
+        replace(episode, score=of.score, seat=of.seat, peers=of.peers(member))
+        for of, episode in played or [(scores[0], session.episode())]
+    )
+
+
+def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ...]:
+    """Return a prompt's messages for its program, which may change them, behind the system prompt;
+    a plain text is the user's message if there is one."""
+    messages = copy.deepcopy(prompt.messages)
+    if system_prompt is None:
+        return messages
+    return with_system_prompt(
+        messages or ({"role": "user", "content": prompt.text},), system_prompt
+    )
+
+
+async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
+    """Wait until the program is done, or its session has ended for another reason than that it was
+    finished, or its time is over."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    deadline = loop.time() + session.bounds.total_s
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def tell(reason: str) -> None:
+        if reason != FINISHED:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end)
+
+    session.on_end(tell)
+    while not (work.done() or over.done()):
+        left = min(deadline - loop.time(), session.remaining_s())
+        await asyncio.wait({work, over}, timeout=max(left, 0.0), return_when="FIRST_COMPLETED")
+        session.expire()
+        if loop.time() >= deadline:
+            session.end(f"it took more than {session.bounds.total_s:g} s")
+            break
+
+
+def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Future[Any]":
+    """Call a function in a thread of its own, which nothing waits for at the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def call() -> None:
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = function(agent)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else RolloutError(repr(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future
+
+
+async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
+    """Await what a program has begun, on the loop for user code; if it is cancelled and does not
+    end within REAP_S seconds, it is left behind."""
+    outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+class Command:
+    """A program that is a command, run as a process of its own. What it has started ends with it,
+    and it ends with this process, however that ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str] | str,
+        secrets: Collection[str] = (),
+        shown: Collection[str] = (),
+    ) -> None:
+        """Check it.
+
+        Args:
+            command: its words, or one text that is split as a shell does.
+            secrets: variables of the environment that it never sees.
+            shown: those that it sees beside the usual ones; NAME* is all that begin so.
+
+        Raises RolloutError.
+        """
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+        if not words or not all(isinstance(word, str) for word in words):
+            raise RolloutError(
+                f"a program must be a function or a command of at least one word, not {command!r}."
+            )
+        if shutil.which(words[0]) is None:
+            raise RolloutError(
+                f"the program's command {words[0]!r} is not found, or cannot be run. Give its path."
+            )
+        if own := [name for name in shown if is_the_runs(name, secrets)]:
+            raise RolloutError(
+                f"env.program_variables names {', '.join(own)}, which the run keeps for itself. "
+                "Give the program a variable of its own."
+            )
+        self._words = words
+        self._environ = without_secrets(os.environ, secrets, shown)
+        told = {*self._environ, *command_environment(EXAMPLE)}
+        self._unseen = unseen(os.environ, told, secrets)
+        if self._unseen:
+            log.warning(
+                "the program's command does not see these environment variables: %s. If it needs "
+                "one, name it in env.program_variables",
+                ", ".join(self._unseen),
+            )
+
+    async def __call__(self, agent: AgentSession) -> None:
+        """Run it to its end. Raises RolloutError, with the end of what it wrote, for another exit
+        code than 0. However this ends, nothing that it has started is left."""
+        told = command_environment(agent)
+        for name, text in told.items():
+            if len(text.encode("utf-8", "replace")) > MAX_VARIABLE_BYTES or "\0" in text:
+                raise RolloutError(
+                    f"the variable {name} would be {len(text)} characters or hold a zero byte, and "
+                    f"a command can be told {MAX_VARIABLE_BYTES} bytes in each. Let a function "
+                    "play, or shorten the record."
+                )
+        command = await COMMANDS.start(self._words, {**self._environ, **told})
+        tail = bytearray()
+        reading = asyncio.ensure_future(_keep_tail(command.stdout, tail))
+        try:
+            code = await command.wait()
+            await asyncio.wait({reading}, timeout=DRAIN_S)
+        finally:
+            reading.cancel()
+            await COMMANDS.end(command)
+        text = tail.decode(errors="replace").strip()
+        if code:
+            raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
+                f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of what "
+                f"it wrote: {text[-SHOWN:] or 'nothing'}{self._hint()}"
+            )
+        log.debug("%s has ended; the end of what it wrote: %s", self._words[0], text[-SHOWN:])
+
+    def _hint(self) -> str:
+        """Name what it may have missed."""
+        if not self._unseen:
+            return ""
+        more = len(self._unseen) - MAX_NAMED
+        names = ", ".join(self._unseen[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return f"\nIt did not see {names} (env.program_variables shows variables)."
+
+
+EXAMPLE = AgentSession(base_url="", api_key="", model="", record={}, prompt="")
+"""A session of nothing, for the names of the variables."""
+
+
+def command_environment(agent: AgentSession) -> dict[str, str]:
+    """Return the variables that a command finds the policy and its task by."""
+    return {
+        "OPENAI_BASE_URL": agent.base_url,
+        "OPENAI_API_KEY": agent.api_key,
+        "ANTHROPIC_BASE_URL": agent.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": agent.api_key,
+        "JAXRL_MODEL": agent.model,
+        "JAXRL_PROMPT": agent.prompt,
+        "JAXRL_MESSAGES": json.dumps(list(agent.messages), default=str),
+        "JAXRL_RECORD": json.dumps(dict(agent.record), default=str),
+    }
+
+
+async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    """Read a stream to its end; keep the last bytes."""
+    while chunk := await stream.read(1 << 16):
+        tail += chunk
+        del tail[:-TAIL_BYTES]

@@ -1,0 +1,179 @@
+"""The fields of a JSON object from the network: read one by one, each checked. Pure.
+
+A field that nobody has read when all are read is refused by name: nothing is silently ignored.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NoReturn
+
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.json_shape import check_shape
+from jaxrl_async.errors import in_a_line
+
+SHOWN_NAME = 80
+"""How much of the name of a field is shown, characters."""
+
+
+class BodyFields:
+    """One JSON object of a body, and which of its fields were read. A null counts as absent."""
+
+    def __init__(self, record: Any, where: str = "") -> None:
+        """Take an object; `where` is its place in the body, for errors. Raises CallRefused for
+        anything else."""
+        self._where = where
+        if not isinstance(record, dict):
+            raise CallRefused(f"must be an object, not {quoted(record)}", field=where or None)
+        self._record: dict[str, Any] = record
+        self._read: set[str] = set()
+
+    def name(self, field: str) -> str:
+        """Return a field's place in the whole body."""
+        shown = field if len(field) <= SHOWN_NAME else f"{field[:SHOWN_NAME]}..."
+        return f"{self._where}.{shown}" if self._where else shown
+
+    def refuse(self, field: str, wanted: str) -> NoReturn:
+        """Raise CallRefused: this field must be what `wanted` says."""
+        value = quoted(self._record.get(field))
+        raise CallRefused(f"must be {wanted}, not {value}", field=self.name(field))
+
+    def value(self, field: str) -> Any:
+        """Return a field as it came; None: absent."""
+        self._read.add(field)
+        return self._record.get(field)
+
+    def text(self, field: str, default: str | None = None) -> str | None:
+        """Return a text."""
+        value = self.value(field)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            self.refuse(field, "a text")
+        return value
+
+    def needed_text(self, field: str) -> str:
+        """Return a text that must be there."""
+        value = self.text(field)
+        if value is None:
+            self.refuse(field, "a text")
+        return value
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """Return a truth value."""
+        value = self.value(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(field, "true or false")
+        return value
+
+    def whole(self, field: str, least: int, most: int | None = None) -> int | None:
+        """Return a whole number within limits; None: absent."""
+        value = self.value(field)
+        if value is None:
+            return None
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < least or (most is not None and value > most):
+            reach = f"from {least} on" if most is None else f"from {least} to {most}"
+            self.refuse(field, f"a whole number {reach}")
+        return int(value)
+
+    def number(self, field: str, least: float, most: float) -> float | None:
+        """Return a number within limits; None: absent."""
+        value = self.value(field)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:  # NaN is not, either
+            self.refuse(field, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def choice(self, field: str, allowed: Sequence[str]) -> str | None:
+        """Return one of a few words; None: absent."""
+        value = self.value(field)
+        if value is not None and value not in allowed:
+            self.refuse(field, " or ".join(repr(word) for word in allowed))
+        return None if value is None else str(value)
+
+    def rows(self, field: str, most: int) -> list[Any]:
+        """Return a list of at most so many values; []: absent."""
+        value = self.value(field)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.refuse(field, "a list")
+        if len(value) > most:
+            raise CallRefused(
+                f"has {len(value)} entries, and at most {most} are served", field=self.name(field)
+            )
+        return value
+
+    def token_ids(self, field: str, most: int) -> list[int]:
+        """Return a list of token ids; []: absent. Whether the model has them is checked later."""
+        value = self.rows(field, most)
+        wrong = [i for i in value if type(i) is not int or not 0 <= i < 2**31]
+        if wrong:
+            raise CallRefused(
+                f"must hold token ids, but {quoted(wrong[0])} is among them",
+                field=self.name(field),
+            )
+        return value
+
+    def close(
+        self, harmless: Set[str] = frozenset(), neutral: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise CallRefused if a field is left that changes the answer and that nobody has read.
+
+        Args:
+            harmless: fields that change no answer, such as labels of the client's own.
+            neutral: fields that are not served, with the values that ask for nothing.
+        """
+        for field, value in self._record.items():
+            if value is None or field in self._read or field in harmless:
+                continue
+            if neutral is not None and field in neutral and value in neutral[field]:
+                continue
+            raise CallRefused(
+                f"is not served here (its value is {quoted(value)}); leave it out",
+                field=self.name(field),
+                code="unsupported_parameter",
+            )
+
+
+def quoted(value: Any) -> str:
+    """Return a value of a body as a short text."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        names = [repr(name[:SHOWN_NAME]) for name in itertools.islice(value, 4)]
+        return f"an object with {', '.join(names) or 'nothing'}"
+    text = json.dumps(value[:80] if isinstance(value, str) else value, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def parsed_json(body: bytes) -> Any:
+    """Return a body's JSON. Raises CallRefused for anything else, for numbers that are none, and
+    for what is nested too deep or has too many parts."""
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no number of JSON")
+
+    check_shape(body)
+    try:
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        reason = in_a_line(error)
+        raise CallRefused(f"the body is not JSON in UTF-8: {reason}", code="invalid_json") from None
+    if any(half in body for half in (b"\\ud", b"\\uD")) and not _is_unicode(value):
+        raise CallRefused("the body has half a surrogate pair", code="invalid_json")
+    return value
+
+
+def _is_unicode(value: Any) -> bool:
+    """Return whether all texts of a value can be written down."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,64 @@
+"""What a sampler in a process of its own gets its weights from."""
+
+import threading
+
+from jaxrl_async.errors import Closed
+from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.types import VersionedParams
+
+
+class RemoteSource:
+    """A ports.WeightSource over a receiver, which fetches on a thread of its own."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        """Be the source of the sampler that this receiver fetches for."""
+        self._receiver, self._number = receiver, receiver.holder
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is still the sampler's; False once the sampler has left."""
+        return self._number == self._receiver.holder
+
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """Take the staged weights, complete and sound; None if there are none.
+
+        Never blocks, whatever `wait` says: a transfer through a network may take minutes, and the
+        event of `attach` wakes an idle sampler at its end.
+        """
+        with self._receiver.changed:
+            return self._receiver.take() if self.holds else None
+
+    def live(self, version: int) -> None:
+        """Report that every new token of this sampler comes from this version."""
+        with self._receiver.changed:
+            if self.holds:
+                self._receiver.live(version)
+
+    def attach(self, wake: threading.Event) -> None:
+        """Set this event when weights are staged, and now if some are."""
+        with self._receiver.changed:
+            if not self.holds:
+                return
+            self._receiver.wake = wake
+            if self._receiver.staged is not None or self._receiver.over:
+                wake.set()
+
+    def leave(self) -> None:
+        """Take nothing more; what was taken and is not live is there for the successor.
+        Idempotent; any thread."""
+        receiver = self._receiver
+        with receiver.changed:
+            if self.holds:
+                receiver.holder += 1
+                receiver.staged, receiver.taken = receiver.staged or receiver.taken, None
+
+    def rejoin(self) -> "RemoteSource":
+        """Return the source of the sampler that replaces this one, in this process. Raises
+        Closed."""
+        receiver = self._receiver
+        with receiver.changed:
+            assert receiver.holder == self._number + 1, "it left, and nobody came since"
+            if receiver.over:
+                raise Closed("the session with the trainer has ended")
+            receiver.wake = threading.Event()
+            return RemoteSource(receiver)

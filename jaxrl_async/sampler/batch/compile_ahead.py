@@ -1,0 +1,107 @@
+"""Compile ahead what requests can need, where that is a few programs known beforehand: where
+attention costs a row's own tokens (EngineSpec.in_pages), no width of context is a shape of its own.
+
+These are all programs except prefills of prompts with images, and on a TPU or GPU prefills of
+models with gated delta nets, on a TPU also with windows: they are compiled as prompts come. Nothing
+runs, and only shapes are needed: JAX finds what was compiled when it is first called.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, product
+from typing import Any
+
+import jax
+
+from jaxrl_async.sampler.batch.decoding import context_widths, empty_decode_args, padded_rows
+from jaxrl_async.sampler.batch.prefill import (
+    copied_sizes,
+    insert_args,
+    inserted_sizes,
+    make_chunk,
+    prefill_sizes,
+)
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.program_arguments import DecodeState, EngineWeights
+from jaxrl_async.sampler.device.sampling import Mix, together
+
+
+def compile_all(
+    engine: Engine,
+    weights: EngineWeights,
+    state: DecodeState,
+    budget: int,
+    mixes: Sequence[Mix],
+    seed: int,
+    *,
+    images: bool = False,
+    stops: Callable[[], bool] = bool,
+) -> int:
+    """Compile the programs that requests can need and that are known beforehand, one after another;
+    return how many.
+
+    Args:
+        engine: whose programs they are.
+        weights: of Engine.prepare, or their shapes (shapes_of).
+        state: of slots and pages, or its shapes.
+        budget: tokens that are prefilled between two blocks (sampler.prefill_chunk).
+        mixes: the samplings that requests will ask for, the most frequent one first.
+        seed: of the sampler.
+        images: whether prompts may have images: their prefills come in many shapes.
+        stops: Returns whether to leave the rest out.
+    """
+    weights, state, compiled = shapes_of(weights), shapes_of(state), 0
+    blocks = _blocks(engine, weights, state, mixes)
+    first = islice(blocks, 1 if engine.spec.ragged else len(mixes))  # of all slots
+    prefills = iter(()) if images else _prefills(engine, weights, state, budget, seed)
+    programs = chain(first, prefills, blocks)
+    while not stops() and next(programs, None):
+        compiled += 1
+    return compiled
+
+
+def shapes_of(arrays: Any) -> Any:
+    """Return the shapes of arrays as a call of a program sees them: with their shardings if they
+    are bound to devices. Shapes stay what they are."""
+
+    def of_one(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        bound = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if bound else None)
+
+    return jax.tree.map(of_one, arrays)
+
+
+def _blocks(
+    engine: Engine, weights: EngineWeights, state: DecodeState, mixes: Sequence[Mix]
+) -> Iterator[str]:
+    """Compile each block, first those of all slots, a sampling after the other; yield its name."""
+    spec = engine.spec
+    if not spec.in_pages:
+        return
+    sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
+    of_blocks = [together(mixes)] if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
+    for rows, pages, mix in product(sizes, context_widths(spec), of_blocks):
+        args = empty_decode_args(spec, rows, pages)
+        engine.compile_generate(weights, state, args, context_pages=pages, mix=mix)
+        yield "generate"
+
+
+def _prefills(
+    engine: Engine, weights: EngineWeights, state: DecodeState, budget: int, seed: int
+) -> Iterator[str]:
+    """Compile a prefill of each size, and each way to insert it; yield each one's name."""
+    spec = engine.spec
+    for number, sizes in enumerate(prefill_sizes(spec, budget)):
+        chunk = make_chunk([], sizes, spec)
+        prefix = engine.compile_prefill(weights, state, chunk.args)._replace(routes=None)
+        yield "prefill"
+        if number and spec.prefills_in_pages:
+            continue  # an insert has no tokens to write, whatever the prefill's size
+        for size in inserted_sizes(spec):
+            for copies in copied_sizes(size, spec):
+                args = insert_args(
+                    chunk.unwritten, [], spec, seed, chunk.args.slots, size=size, num_copies=copies
+                )
+                engine.compile_insert(prefix, state, args)
+                yield "insert"
