@@ -1,0 +1,1 @@
+"""The replay buffer, which bounds how stale groups may be. Needs no JAX."""

@@ -1,0 +1,1 @@
+"""Wing: games of several seats, and who plays against the policy (seats)."""

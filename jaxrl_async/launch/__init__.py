@@ -1,0 +1,1 @@
+"""Wing: runs on GKE and on Ray."""

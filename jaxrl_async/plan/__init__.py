@@ -1,3 +1,5 @@
+"""Wing: what a run needs and how fast it would be on given hardware, without the hardware."""
+
 import sys
 
 from jaxrl_async import CalledModule

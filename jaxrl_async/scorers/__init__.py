@@ -1,0 +1,1 @@
+"""Rewards: built-in graders, the user's functions, and a reward model."""

@@ -1,0 +1,1 @@
+"""Tasks: what a user brings to be learned, and the built-in ones."""

@@ -1,0 +1,1 @@
+"""Doubles for tests: scripted clocks, samplers and faults."""

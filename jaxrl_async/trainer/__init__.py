@@ -1,0 +1,1 @@
+"""The trainer: from groups of episodes to an update of the weights."""

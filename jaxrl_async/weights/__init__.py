@@ -1,0 +1,1 @@
+"""The weights' way from the trainer to samplers in the same process."""

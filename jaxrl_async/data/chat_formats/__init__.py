@@ -1,0 +1,1 @@
+"""Writers of messages as token ids."""

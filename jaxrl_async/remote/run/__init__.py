@@ -1,0 +1,1 @@
+"""How a run starts, admits and ends samplers in other processes."""

@@ -1,0 +1,1 @@
+"""The weights' way to samplers in other processes."""
