@@ -1,5 +1,6 @@
 """What importing costs: host modules never pull in JAX, and the package itself nothing."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -108,10 +109,10 @@ def test_an_unknown_public_name_is_an_attribute_error():
         _ = jaxrl_async.Smapler
 
 
-def test_inner_init_files_are_empty():
+def test_inner_init_files_hold_a_docstring_alone():
     """But for the package that shares its name with a public function."""
     files = PACKAGE.glob("*/**/__init__.py")
-    full = [p.parent.name for p in files if p.read_text().strip()]
+    full = [p.parent.name for p in files if len(ast.parse(p.read_text()).body) > 1]
     assert full == ["plan"]
 
 

@@ -435,7 +435,7 @@ GROUPS = (
     ),
     Group(
         "remote/weights/transfers",
-        ("weights/test_transfers.py",),
+        ("remote/weights/test_transfers.py",),
         (
             ("            del self._news[taker]\n", ""),
             ("self._fetched[taker.fetching] -= 1", "pass"),
@@ -452,8 +452,8 @@ GROUPS = (
         ),
     ),
     Group(
-        "buffer/judge",
-        ("buffer/test_judge.py",),
+        "buffer/eligibility",
+        ("buffer/test_eligibility.py",),
         (
             (
                 "self._at, self._fit = (version, max_staleness), set()",
@@ -837,10 +837,10 @@ GROUPS = (
         (('numbers[0 if answer.mark == "####" else -1]', "numbers[-1]"),),
     ),
     Group(
-        "scorers/judge_cache",
+        "judge/judge_cache",
         (
-            "scorers/test_judge.py::test_a_question_is_the_same_whatever_the_order_of_its_settings",
-            "scorers/test_judge.py::test_a_cache_forgets_the_oldest",
+            "judge/test_judge.py::test_a_question_is_the_same_whatever_the_order_of_its_settings",
+            "judge/test_judge.py::test_a_cache_forgets_the_oldest",
         ),
         (
             ("sort_keys=True", "sort_keys=False"),
@@ -848,8 +848,8 @@ GROUPS = (
         ),
     ),
     Group(
-        "scorers/judge_prompt",
-        ("scorers/test_judge.py::test_replies_are_read_strictly",),
+        "judge/judge_prompt",
+        ("judge/test_judge.py::test_replies_are_read_strictly",),
         (
             ("(float(number) - worst) / (best - worst)", "float(number) / best"),
             ("if len({key for key, _ in pairs}) < len(pairs):", "if False:"),
@@ -857,13 +857,13 @@ GROUPS = (
         ),
     ),
     Group(
-        "scorers/judge_prompt",
-        ("scorers/test_judge.py::test_each_answer_is_scored_on_the_scale_and_alike_ones_once",),
+        "judge/judge_prompt",
+        ("judge/test_judge.py::test_each_answer_is_scored_on_the_scale_and_alike_ones_once",),
         (("not worst <= number <= best", "not worst < number <= best"),),
     ),
     Group(
-        "scorers/process_rewards",
-        ("scorers/test_process_rewards.py",),
+        "judge/process_rewards",
+        ("judge/test_process_rewards.py",),
         (
             ("earned[step.end] += number", "earned[step.end] = number"),
             ("end=end - 1)", "end=end - 2)"),
