@@ -59,6 +59,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.remote.run.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.inputs import check_inputs
 from jaxrl_async.run.builders.samplers import Sampling, make_sampling
@@ -306,7 +307,7 @@ def total(windows: list[Window], name: str) -> float:
 
 def cpu_of_samplers(sampling: Sampling) -> float:
     """Return the CPU seconds of the samplers' processes so far; of this one if they are threads."""
-    if sampling.processes is None:
+    if not isinstance(sampling.processes, LocalSamplers):
         return time.process_time()
     ticks = 0
     for child in sampling.processes.children:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ SECRET_NAME = re.compile(
 """Names of variables whose values are taken for secrets."""
 SECRET_VALUE = re.compile(r"://[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
 """Values that are taken for secrets: addresses with a password in them, and private keys."""
+KEY_SETTINGS = ("key_variable", "key_env")
+"""Endings of the names of settings that name an environment variable with a key."""
+VLLM_KEY = "VLLM_API_KEY"
 SET_DUMPABLE = 4  # of Linux's linux/prctl.h
 ENV_START, ENV_END = 47, 48
 """Places of two addresses in /proc/self/stat, counted from behind the program's name."""
@@ -141,3 +145,17 @@ def _overwrite(names: Collection[bytes]) -> None:
         if name in names:
             ctypes.memset(place + len(name) + 1, 0, len(value))
         place += len(entry) + 1
+
+
+def key_variables(settings: Any) -> set[str]:
+    """Return the environment variables that settings (nested, as plain data) name for keys, and
+    that of a vLLM server: a task's commands do not see them."""
+    named = {VLLM_KEY}
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            if name.endswith(KEY_SETTINGS) and isinstance(value, str):
+                named.add(value)
+            named |= key_variables(value)
+    elif isinstance(settings, list | tuple):
+        named = named.union(*(key_variables(value) for value in settings))
+    return named

@@ -7,7 +7,6 @@ check all ──> claim RUN ──> base (warm start, quantised) ──> sampler
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 from jaxrl_async.adapters.shared_samplers import make_shared_samplers
@@ -184,9 +183,3 @@ def _base(
             config, policy, slices, pairs, paths, continued, console, stop, lockstep
         )
     return with_base_of(config, policy, slices, paths.base), warm_metrics
-
-
-def folders(config: Config) -> dict[str, Path]:
-    """Return the folder of each run, by name."""
-    root = Path(config.run.dir) / config.run.name
-    return {name: root / name for name in config.runs}

@@ -15,12 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from jaxrl_async.adapters.assemble_several import assemble_several, folders
+from jaxrl_async.adapters.assemble_several import assemble_several
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.several import folders_of
 from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import write_spans
+from jaxrl_async.run import features
 from jaxrl_async.run.assemble import Claim, Parts
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.exits import exits_refused
@@ -29,7 +31,6 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import LOOK_S, Stop, preempted
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
-from jaxrl_async.view.report import write_report
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ def run_several(
         with only_new_garbage():
             errors = run_all(parts, stop, turn)
     write_spans()  # for the reports
-    for folder in folders(config).values():
+    for folder in folders_of(config).values():
         if Paths(folder).metrics.exists():
-            write_report(folder)
+            features.write_report(folder)
     if errors:
         raise _failed(errors, len(parts))
     forget_warm_start(Paths(Path(config.run.dir) / config.run.name))

@@ -128,3 +128,8 @@ def resident_snapshots(seats: Mapping[str, SeatSection]) -> int:
     filled = [one for _, one in fillings(seats) if one.endpoint is None]
     league = max((min(o.resident, o.keep) for one in filled if (o := one.older)), default=0)
     return league + any(one.model == INITIAL for one in filled)
+
+
+def has_opponents(seats: Mapping[str, SeatSection]) -> bool:
+    """Return whether weights on the sampler's devices fill seats."""
+    return bool(frozen_models(seats) or resident_snapshots(seats))

@@ -58,6 +58,12 @@ def differences(
     return found
 
 
+def folders_of(config: Config) -> dict[str, Path]:
+    """Return the folder of each of several runs, by name."""
+    root = Path(config.run.dir) / config.run.name
+    return {name: root / name for name in config.runs}
+
+
 def runs_of(config: Config) -> dict[str, Config]:
     """Return the configuration of each run by name, its folder in that of `config`: DIR/NAME/OWN
     NAME. Raises pydantic's ValidationError for settings that have not been through `load`."""

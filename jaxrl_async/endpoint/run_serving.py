@@ -4,11 +4,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.schema import Config
-from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.connection import serving_module
 from jaxrl_async.endpoint.external_agents import Lobby
@@ -80,8 +78,12 @@ class RunServing:
         """Return what it has done since the start, by the metric's name."""
         return {} if self._endpoint is None else self._endpoint.counts().by_name()
 
-    def open(self, served: Served) -> None:
-        """Listen and answer. Raises ConfigError and MissingExtraError."""
+    def open(
+        self, config: Config, generate: Generate, tokenizer: Tokenizer, chat: ChatFormat | None
+    ) -> None:
+        """Listen and answer. Arguments as served_by_run. Raises ConfigError and
+        MissingExtraError."""
+        served = served_by_run(config, generate, tokenizer, chat)
         section, key = self._section, self._guest_key
         mib = section.max_body_mib
         most_waiting = section.max_open_calls // 2  # the other places are for those that play
@@ -114,20 +116,6 @@ class RunServing:
         if self._endpoint is not None:
             time.sleep(max(self._heard_by - time.monotonic(), 0.0))
             self._endpoint.close()
-
-
-def run_chat_format(config: Config, tokenizer: Tokenizer) -> ChatFormat | None:
-    """Return the chat format of a run; None: its tokenizer has none."""
-    data = config.data
-    if not has_chat_format(tokenizer, data.chat_format):
-        return None
-    return chat_format(
-        tokenizer,
-        None if config.model.path is None else Path(config.model.path),
-        data.chat_format,
-        arguments=data.chat_arguments,
-        keeps_thinking=data.keep_thinking,
-    )
 
 
 def served_by_run(

@@ -14,6 +14,7 @@ from jaxrl_async.config.seats_section import (
     FillingSection,
     fillings,
     frozen_models,
+    has_opponents,
     resident_snapshots,
 )
 from jaxrl_async.data.chat import chat_format
@@ -177,7 +178,7 @@ class RunOpponents:
             self._player,
         )
         self.opponents.begin(version, policy)
-        if has_opponents(config):
+        if has_opponents(config.seats):
             self._open_pools(snapshots, slices.sampler, lock)
 
     def close(self) -> None:
@@ -244,11 +245,6 @@ class RunOpponents:
                 max_length=section.max_length,
             ),
         )
-
-
-def has_opponents(config: Config) -> bool:
-    """Return whether weights on the sampler's devices fill seats."""
-    return bool(frozen_models(config.seats) or resident_snapshots(config.seats))
 
 
 def check_alone(config: Config, lockstep: Lockstep) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, SamplerSection
 from jaxrl_async.errors import CheckpointError, ConfigError, RolloutError
 from jaxrl_async.interop.vllm import EngineSettings, VllmSampler
@@ -23,6 +24,14 @@ from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
+from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.builders.samplers import (
+    Sampling,
+    make_router,
+    run_probe_ids,
+    sampler_settings,
+)
+from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import Room
 from jaxrl_async.types import VersionedParams
@@ -178,6 +187,31 @@ def make_engines(
         for url in urls
     ]
     return samplers, channel
+
+
+def make_vllm_sampling(
+    config: Config,
+    inputs: Inputs,
+    weights: VersionedParams,
+    gate: ReplayBuffer | ReplayedBuffer,
+) -> Sampling:
+    """Make a sampler for each vLLM server (sampler.engine=vllm); arguments as make_sampling's."""
+    settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
+    engines, channel = make_engines(
+        config,
+        inputs.spec,
+        inputs.slices.trainer,
+        weights,
+        on_live=gate.set_live,
+        probe=settings.probe,
+        count=inputs.faults.add,
+    )
+    return Sampling(
+        router=make_router(config.faults, engines, inputs.faults.add),
+        channel=channel,
+        publisher=channel,
+        probe=settings.probe_tokens,
+    )
 
 
 def engine_settings(

@@ -41,15 +41,15 @@ from jaxrl_async.judge.judge_prompt import (
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Scorer
-from jaxrl_async.scorers.results import added, distinct_parts
+from jaxrl_async.scorers.results import FUNCTIONS, added, distinct_parts
 from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side, start_async
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 log = logging.getLogger(__name__)
 
 Decode = Callable[[IntArray], str]
-OTHERS, JUDGE = "functions", "judge"
-"""Parts of a score for numbers without parts: that of all other scorers, and the judge's."""
+JUDGE = "judge"
+"""Part of a score for a judge's number without parts; that of all other scorers is FUNCTIONS."""
 MIDDLE = 0.5
 """Number of a neutral answer where no answer of its group was judged."""
 MARGIN_S = 10.0
@@ -290,7 +290,7 @@ class JudgeScorer:
         own, others = await side_by_side(
             (self._own(episodes, prompt), _as_coroutine(self._others, episodes, prompt))
         )
-        both = distinct_parts({OTHERS: list(others), JUDGE: list(own)})
+        both = distinct_parts({FUNCTIONS: list(others), JUDGE: list(own)})
         weights = (1.0, self._section.weight)
         return tuple(
             added(list(zip(weights, pair, strict=True))) for pair in zip(*both, strict=True)

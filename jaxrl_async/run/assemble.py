@@ -16,7 +16,6 @@ from pathlib import Path
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
-from jaxrl_async.endpoint.run_serving import RunServing, run_chat_format, served_by_run
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
@@ -31,6 +30,7 @@ from jaxrl_async.run.builders.learning import (
     with_shared_prefixes,
 )
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
+from jaxrl_async.run.builders.playing import run_chat_format
 from jaxrl_async.run.builders.rehearsal import Rehearsal
 from jaxrl_async.run.builders.rollouts import (
     RolloutSide,
@@ -46,6 +46,7 @@ from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.notices import Notices
+from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Watchdog
@@ -97,7 +98,7 @@ class Parts:
     schedule: RunSchedule
     watchdog: Watchdog
     notices: Notices
-    serving: RunServing
+    serving: Serving
     plays: bool  # whether this process has rollouts
     base_path: str | None  # the directory of the policy at the start; None: random weights
     label: str = ""  # of one of several runs
@@ -260,4 +261,4 @@ def _open_serving(
     closing.callback(serving.close)
     if serving.needed and lockstep.plays:
         chat = run_chat_format(config, inputs.tokenizer)
-        serving.open(served_by_run(config, side.sampling.router, inputs.tokenizer, chat))
+        serving.open(config, side.sampling.router, inputs.tokenizer, chat)

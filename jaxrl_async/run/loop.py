@@ -31,11 +31,9 @@ from typing import Any
 
 import jax
 
-from jaxrl_async.adapters.assemble_several import folders
-from jaxrl_async.adapters.run_several import run_several
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
-from jaxrl_async.config.several import runs_of
+from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.console import Console, OnStep
@@ -45,9 +43,7 @@ from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
-from jaxrl_async.mirror.bring_back import bring_back
-from jaxrl_async.mirror.copy_thread import RunCopy
-from jaxrl_async.run import offline
+from jaxrl_async.run import features, offline
 from jaxrl_async.run.assemble import Claim, assemble
 from jaxrl_async.run.builders.devices import (
     CACHE_FOLDER,
@@ -55,19 +51,18 @@ from jaxrl_async.run.builders.devices import (
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.builders.playing import key_variables
 from jaxrl_async.run.checkpoint.bucket import bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import RunCopy
 from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
-from jaxrl_async.shown_environment import hide_secrets
-from jaxrl_async.view.report import write_report
+from jaxrl_async.shown_environment import hide_secrets, key_variables
 
 Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
@@ -104,7 +99,8 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         closing.enter_context(no_end_by_others())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
-        copy = closing.enter_context(RunCopy())  # ends late: it brings the trace there, too
+        # ends late: it brings the trace there, too
+        copy = closing.enter_context(features.run_copy(config.run))
         trace, held = _trace_file(config, paths, lockstep), threading.Event()
         closing.enter_context(recorded_spans(trace, f"trainer {lockstep.index}", held.is_set))
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
@@ -121,7 +117,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             return found
 
         console.phase("preparing")
-        work = run_several if config.runs else _job_of(config)
+        work = features.several_runs() if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"
         try:
             weights = work(config, claim, stop, console, lockstep)
@@ -166,7 +162,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
         if weights is None
         else {f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights}
     )
-    report = write_report(paths.root)
+    report = features.write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
     width = max(map(len, shown))
@@ -176,7 +172,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
 
 def _of_several(config: Config) -> tuple[list[str], list[str]]:
     """Return what each of several runs achieved, and where its results are."""
-    of_all = folders(config)
+    of_all = folders_of(config)
     lines = {
         name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]
         for name, folder in of_all.items()
@@ -206,7 +202,7 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
     ConfigError."""
 
     def prepare(run: RunSection) -> RunSection:
-        bring_back(run)
+        features.bring_back(run)
         goes_on = bring_back_records(config.checkpoint, run)
         run = settled(run)
         return run.model_copy(update={"resume": True}) if goes_on else run

@@ -17,7 +17,6 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import combined_measures
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.conversation_log import contexts_of
 from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -32,15 +31,17 @@ from jaxrl_async.metrics.trackers import (
     TrackerThread,
     remembered,
 )
-from jaxrl_async.mirror.copy_thread import counting
 from jaxrl_async.ports import Generate, Scorer
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
+from jaxrl_async.run import features
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import Opponents
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
+from jaxrl_async.run.shown_contexts import contexts_of
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
 from jaxrl_async.trainer.async_evaluation import Finish
@@ -103,7 +104,7 @@ def make_recorder(
     if trackers:
         begun = _begun(trackers, config, paths, resumes=resume_step is not None)
         writer = TrackedWriter(writer, begun)
-    return counting(writer, paths.root)
+    return features.counting_copies(writer, config.run, paths.root)
 
 
 def _begun(
@@ -129,18 +130,6 @@ def _begun(
 # ---- one step's report
 
 
-class Seated(Protocol):
-    """Who filled the seats of games in the policy's place."""
-
-    def measures(self) -> dict[str, float]:
-        """Return the metrics of the last version's games."""
-        ...
-
-    def names(self, group: EpisodeGroup) -> dict[str, str]:
-        """Return who sat where in a group's games; empty: no game, or the policy everywhere."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReporter:
     """Reports each step: a line in metrics.jsonl, the screen, and sometimes sample episodes."""
@@ -152,7 +141,7 @@ class StepReporter:
     prompts: PromptStream | OrderedPrompts
     samples_every: int  # updates; 0: none
     lockstep: Lockstep
-    opponents: Seated
+    opponents: Opponents
     sights: Callable[[], Sequence[TokenSight]] = tuple  # of the step that is reported
     symptoms: Symptoms = field(default_factory=Symptoms)
 

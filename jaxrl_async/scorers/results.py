@@ -22,6 +22,8 @@ from jaxrl_async.types import LARGEST_REWARD, Episode, FloatArray, Score
 
 TOKEN_REWARDS = "token_rewards"
 """Key of a result that is not a part: rewards of single tokens, added to the sum of the parts."""
+FUNCTIONS = "functions"
+"""Part of a score beside a judge's: that of all other scorers, if these name no parts."""
 MODEL = "model"
 """Part of a Score that is the reward model's number."""
 REMEDY = (

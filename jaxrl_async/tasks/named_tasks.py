@@ -9,6 +9,7 @@ python:NAME            what a Python program handed to jaxrl_async.train
 """
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -19,30 +20,30 @@ from pydantic import ValidationError
 from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.config.userfile import is_own, load_attribute
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.games.nim import nim
-from jaxrl_async.games.proposer_solver import proposer_solver
-from jaxrl_async.tasks.calculator import calculator
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.guess_number import guess_number
 from jaxrl_async.tasks.handed_over import PREFIX, task_handed_over
-from jaxrl_async.tasks.openenv_task import openenv_task
-from jaxrl_async.tasks.reasoning import reasoning_task
 from jaxrl_async.tasks.task import Environment, Task
-from jaxrl_async.tasks.verifiers_task import verifiers_task
 
-TASKS: dict[str, Callable[..., Task]] = {
-    "calculator": calculator,
-    "guess_number": guess_number,
-    "nim": nim,
-    "proposer_solver": proposer_solver,
+TASKS = {
+    "calculator": "tasks.calculator:calculator",
+    "guess_number": "tasks.guess_number:guess_number",
+    "nim": "games.nim:nim",
+    "proposer_solver": "games.proposer_solver:proposer_solver",
 }
-"""Built-in tasks by name."""
-LIBRARIES: dict[str, Callable[..., Task]] = {
-    "reasoning_gym": reasoning_task,
-    "verifiers": verifiers_task,
-    "openenv": openenv_task,
+"""Where the makers of built-in tasks are, by name; each is imported once it is asked for."""
+LIBRARIES = {
+    "reasoning_gym": "tasks.reasoning:reasoning_task",
+    "verifiers": "tasks.verifiers_task:verifiers_task",
+    "openenv": "tasks.openenv_task:openenv_task",
 }
-"""Makers of LIBRARY:NAME, called with NAME and the setting's arguments."""
+"""Where the makers of LIBRARY:NAME are, called with NAME and the setting's arguments."""
+
+
+def maker(where: str) -> Callable[..., Task]:
+    """Return a function of TASKS or LIBRARIES."""
+    module, _, name = where.partition(":")
+    made: Callable[..., Task] = getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
+    return made
 
 
 def check_task_name(choice: Choice) -> None:
@@ -60,11 +61,11 @@ def load_task(choice: Choice) -> Task:
     if colon and library == PREFIX:
         return task_handed_over(of_library)
     if colon and library in LIBRARIES:
-        return _made(functools.partial(LIBRARIES[library], of_library), arguments, where)
+        return _made(functools.partial(maker(LIBRARIES[library]), of_library), arguments, where)
     if is_own(name):
         return _own(name, arguments, where)
     if name in TASKS:
-        return _made(TASKS[name], arguments, where)
+        return _made(maker(TASKS[name]), arguments, where)
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(

@@ -13,8 +13,9 @@ until they are taken.
 A sampler that is taken out leaves: no publish waits for it, and the newest weights are kept for the
 replacement that rejoins in its place.
 
-Samplers in processes of their own come and go (`admit`): an outbox keeps the newest weights where
-they can fetch them. No publish waits for one of these; the live version does, once it has entered.
+Samplers in processes of their own come and go (elsewhere.py): what serves them keeps the newest
+weights where they can fetch them. No publish waits for one of these; the live version does, once it
+has entered.
 """
 
 import logging
@@ -28,12 +29,10 @@ import jax
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock, Session
-from jaxrl_async.remote.weights.outbox import WeightOutbox
-from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.wire.messages import Hello
+from jaxrl_async.ports import Clock
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
+from jaxrl_async.weights.elsewhere import NO_REMOTE, RemoteSamplers
 from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
 from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
@@ -188,15 +187,15 @@ class Subscription:
 class WeightChannel:
     """One trainer, any number of samplers; at most one update is under way to each.
 
-    Each local sampler takes one `subscribe()` as its ports.WeightSource; `admit` takes in a sampler
-    in a process of its own, whose source is a remote.weights.source.RemoteSource.
+    Each local sampler takes one `subscribe()` as its ports.WeightSource. Samplers in processes of
+    their own enter the `exchange` by themselves.
     """
 
     def __init__(
         self,
         links: Sequence[Link] = (),
         *,
-        outbox: WeightOutbox | None = None,
+        remote: RemoteSamplers = NO_REMOTE,
         on_live: Callable[[int], None] = lambda version: None,
         expected: Manifest | None = None,
         version: int = 0,
@@ -208,8 +207,7 @@ class WeightChannel:
 
         Args:
             links: The transfer to each local sampler.
-            outbox: Of samplers in processes of their own; the channel closes it. None: there are
-                none, and `admit` refuses them.
+            remote: What serves samplers in processes of their own; the channel closes it.
             on_live: Called with each version that has become live in every sampler, in rising
                 order, outside the lock, on the thread of a sampler.
             expected: What the trainer publishes. None: what it publishes first.
@@ -219,9 +217,9 @@ class WeightChannel:
             clock: Seconds, monotone.
         """
         self.links = tuple(links)
-        self._outbox, self._expected, self._checksum = outbox, expected, checksum
+        self._remote, self._expected, self._checksum = remote, expected, checksum
         self._ends = tuple(_End(link=link, live_version=version) for link in self.links)
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             standings=list(self._ends),
             live_version=version,
             on_live=on_live,
@@ -238,11 +236,10 @@ class WeightChannel:
 
         base: what they change if they are an adapter, as it is sent; it must stay as it is.
         """
-        assert self._outbox is not None, "without remote samplers there is nothing to begin"
         if base is not None:
-            self._outbox.begin(base)
+            self._remote.begin(base)
         self._expected = self._expected or manifest_of(params)
-        self._outbox.publish(
+        self._remote.publish(
             VersionedParams(version=self._published, params=params, probe_logprobs=probe_logprobs)
         )
 
@@ -255,7 +252,7 @@ class WeightChannel:
         sampler share a device lock, call wait_taken() first, without the lock: a sampler that waits
         for the lock does not poll.
         """
-        exchange = self._exchange
+        exchange = self.exchange
         start = exchange.clock()
         assert version > self._published, f"version {version} after {self._published}"
         manifest = manifest_of(params)
@@ -269,8 +266,7 @@ class WeightChannel:
             exchange.raise_if_closed()
             exchange.published_at[version] = start
             self._published = version  # before any remote sampler can draw from it
-        if self._outbox is not None:
-            self._outbox.publish(update)
+        self._remote.publish(update)
         with exchange.changed:
             for end, delivery in zip(self._ends, deliveries, strict=True):
                 end.staged = delivery
@@ -285,7 +281,7 @@ class WeightChannel:
 
     def wait_taken(self) -> None:
         """Block until every sampler has taken the last update. Raises Closed."""
-        exchange = self._exchange
+        exchange = self.exchange
         with exchange.changed:
             exchange.changed.wait_for(lambda: exchange.closed or exchange.all_taken)
             exchange.raise_if_closed()
@@ -304,16 +300,14 @@ class WeightChannel:
 
         Raises Closed, and WeightsError after the timeout.
         """
-        exchange, outbox = self._exchange, self._outbox
+        exchange, remote = self.exchange, self._remote
         alone, since = False, time.monotonic()
         with exchange.changed:
             while exchange.live_version < version and not given_up():
                 exchange.raise_if_closed()
-                if alone != (outbox is not None and exchange.deserted):
+                if alone != (remote.may_come and exchange.deserted):
                     alone, since = not alone, time.monotonic()
-                limit_s = timeout_s + (outbox.patience_s if outbox is not None else 0.0)
-                if alone and outbox is not None:
-                    limit_s = outbox.section.wait_s
+                limit_s = remote.wait_s if alone else timeout_s + remote.patience_s
                 left_s = since + limit_s - time.monotonic()
                 if left_s <= 0:
                     raise _not_live(version, exchange.live_version, limit_s, alone=alone)
@@ -323,7 +317,7 @@ class WeightChannel:
 
     def subscribe(self) -> Subscription:
         """Return the next sampler's end. Raises WeightsError once there are no more links."""
-        exchange = self._exchange
+        exchange = self.exchange
         with exchange.changed:
             if self._subscribed == len(self._ends):
                 raise WeightsError(
@@ -333,19 +327,10 @@ class WeightChannel:
             self._subscribed += 1
             return Subscription(exchange, self._ends[self._subscribed - 1])
 
-    def admit(self, session: Session, hello: Hello) -> RemoteEnd:
-        """Take in a sampler that has joined over a session: it is offered the newest weights.
-
-        It counts from the moment it draws from weights as new as the live ones
-        (RemoteEnd.on_entered); send it requests only then. Raises Closed.
-        """
-        assert self._outbox is not None, "this run has no samplers in processes of their own"
-        return RemoteEnd(session, hello, self._exchange, self._outbox)
-
     @property
     def live_version(self) -> int:
         """The version that every sampler draws from, or a newer one."""
-        return self._exchange.live_version
+        return self.exchange.live_version
 
     @property
     def published_version(self) -> int:
@@ -354,24 +339,22 @@ class WeightChannel:
 
     def stats(self) -> ChannelStats:
         """Return a consistent reading."""
-        stats = self._exchange.stats
-        return stats if self._outbox is None else replace(stats, remote=self._outbox.traffic())
+        return replace(self.exchange.stats, remote=self._remote.traffic())
 
     def close(self) -> None:
         """Wake every waiter with Closed. Idempotent."""
-        with self._exchange.changed:
-            self._exchange.closed = True
-            self._exchange.changed.notify_all()
+        with self.exchange.changed:
+            self.exchange.closed = True
+            self.exchange.changed.notify_all()
         self._wake_all()
-        if self._outbox is not None:
-            self._outbox.close()
+        self._remote.close()
 
     def _send(self, update: VersionedParams) -> list[Delivery]:
         """Start the copies to every sampler, in two tries. Raises WeightsError after the second."""
         try:
             return [send(link, update, checksum=self._checksum) for link in self.links]
         except Exception as error:
-            self._exchange.count("transfer_retries")
+            self.exchange.count("transfer_retries")
             log.warning("version %d could not be sent; once more: %s", update.version, error)
         try:
             return [send(link, update, checksum=self._checksum) for link in self.links]
@@ -389,7 +372,7 @@ class WeightChannel:
     def _num_bytes(self, deliveries: Sequence[Delivery]) -> int:
         """Return the size of what one sampler gets."""
         if not deliveries:
-            return self._outbox.manifest.num_bytes if self._outbox is not None else 0
+            return self._remote.num_bytes
         return sum(leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params))
 
 

@@ -12,6 +12,7 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
 from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
@@ -48,7 +49,7 @@ class TrainerSide:
             count=self.faults.add,
         )
         self.channel = WeightChannel(
-            links, outbox=self.outbox, on_live=on_live or self.live.append, version=version
+            links, remote=self.outbox, on_live=on_live or self.live.append, version=version
         )
         self.samplers = []
         self.channel.begin(weights(version))
@@ -82,7 +83,8 @@ class SamplerSide:
         self.receiver = WeightReceiver(self.pair.sampler, self.fetching, layout_hash=layout)
         self.source = RemoteSource(self.receiver)
         self.entered = threading.Event()
-        self.end = side.channel.admit(self.pair.trainer, Hello(name=name, data_address=address))
+        hello = Hello(name=name, data_address=address)
+        self.end = RemoteEnd(self.pair.trainer, hello, side.channel.exchange, side.outbox)
         self.end.on_entered(self.entered.set)
         self.drawn = []  # versions, as they were swapped to
 

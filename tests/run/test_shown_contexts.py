@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl_async.endpoint.conversation_log import common_tokens, contexts_of
+from jaxrl_async.run.shown_contexts import common_tokens, contexts_of
 from jaxrl_async.types import NOT_DRAWN, Episode, StopReason
 
 

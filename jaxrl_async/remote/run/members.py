@@ -24,6 +24,8 @@ from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.profiling import MOST_SAMPLERS, keep_trace
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
 from jaxrl_async.remote.wire.address import (
     Address,
     advertised_address,
@@ -99,6 +101,7 @@ class Members:
         self,
         invitation: Invitation,
         channel: WeightChannel,
+        outbox: WeightOutbox,
         router: Router,
         check: RequestCheck,
         *,
@@ -111,7 +114,8 @@ class Members:
 
         Args:
             invitation: what they are told.
-            channel: where they get their weights from.
+            channel: they count there for the live version.
+            outbox: where they get their weights from.
             router: where they get their requests from.
             check: of the requests.
             secret: that they must know; empty: none.
@@ -123,6 +127,7 @@ class Members:
         Raises ConfigError: nothing can listen at remote.listen, or it would need a secret.
         """
         self._invitation, self._channel, self._router = invitation, channel, router
+        self._outbox = outbox
         self._check, self._count = check, count
         self._changed = threading.Condition()
         self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
@@ -277,7 +282,8 @@ class Members:
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
     ) -> None:
         """Offer the weights to a sampler that can take them."""
-        end = self._channel.admit(session, replace(hello, data_address=prepared.data_address))
+        hello = replace(hello, data_address=prepared.data_address)
+        end = RemoteEnd(session, hello, self._channel.exchange, self._outbox)
         replica.draws_from(lambda: end.live_version)
         end.on_entered(lambda: self._seat(session, hello, replica))
 

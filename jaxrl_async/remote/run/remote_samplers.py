@@ -84,7 +84,10 @@ def make_remote_sampling(
     sent = sent_weights(config.weights, config.model, spec)
     given = read_secret()
     secret = _agreed_secret(given, lockstep)
-    channel = make_remote_channel(config, inputs, sent, weights.version, gate, lockstep, secret)
+    outbox = make_outbox(config, inputs, sent, lockstep, secret)
+    channel = WeightChannel(
+        remote=outbox, on_live=gate.set_live, version=weights.version, count=faults.add
+    )
     closing.callback(channel.close)
     channel.begin(weights.params, base=_base_to_send(config, inputs, base))
     check = RequestCheck(
@@ -101,6 +104,7 @@ def make_remote_sampling(
     members = Members(
         invitation(config, spec, sent, run_probe_ids(inputs)),
         channel,
+        outbox,
         router,
         check,
         secret=secret,
@@ -153,23 +157,19 @@ def invitation(
     )
 
 
-def make_remote_channel(
+def make_outbox(
     config: Config,
     inputs: Inputs,
     sent: SentWeights,
-    version: int,
-    gate: ReplayBuffer,
     lockstep: Lockstep,
     secret: bytes,
-) -> WeightChannel:
-    """Make the channel by which the weights reach other processes.
+) -> WeightOutbox:
+    """Make what offers the weights to other processes.
 
     Args:
         config: remote, mesh, weights, and the run's name.
         inputs: the slices, and the counts of faults.
         sent: what is sent of the policy.
-        version: that the run begins with.
-        gate: notified when a version is live in every sampler.
         lockstep: the processes of the trainer; each offers its own part.
         secret: that connections for weights must prove.
     """
@@ -191,14 +191,13 @@ def make_remote_channel(
             timeout_s=remote.transfer_timeout_s,
         )
     copy = PrivateCopy(shardings(sent.table, inputs.slices.trainer, TRAINER_RULES), sent.conversion)
-    outbox = WeightOutbox(
+    return WeightOutbox(
         copy,
         offering,
         remote,
         checksum=config.weights.checksum,
         count=faults.add,
     )
-    return WeightChannel(outbox=outbox, on_live=gate.set_live, version=version, count=faults.add)
 
 
 def local_samplers(

@@ -74,7 +74,10 @@ class _Kept:
 
 
 class WeightOutbox:
-    """Keeps the newest weights where samplers can fetch them, and says so to each."""
+    """Keeps the newest weights where samplers can fetch them, and says so to each: what a
+    weights.channel.WeightChannel knows of them."""
+
+    may_come = True
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class WeightOutbox:
             count: called with the name of each fault (metrics.fault_counts).
             clock: seconds, monotone.
         """
-        self._copy, self._offering, self.section = copy, offering, section
+        self._copy, self._offering, self._section = copy, offering, section
         self._checksum, self._count, self._clock = checksum, count, clock
         self._transfers = Transfers(fanout=section.fanout, timeout_s=section.transfer_timeout_s)
         self._recipients: dict[Taker, Recipient] = {}
@@ -229,7 +232,17 @@ class WeightOutbox:
     @property
     def patience_s(self) -> float:
         """After this time a sampler has new weights or was given up, seconds."""
-        return TRIES * self.section.transfer_timeout_s
+        return TRIES * self._section.transfer_timeout_s
+
+    @property
+    def wait_s(self) -> float:
+        """Longest wait for samplers while there is none, seconds."""
+        return self._section.wait_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what one sampler gets. Raises WeightsError before the first publish."""
+        return self.manifest.num_bytes
 
     def close(self) -> None:
         """End the thread and withdraw everything. Idempotent."""
@@ -258,7 +271,7 @@ class WeightOutbox:
         """Do all that is to be done now."""
         with self._changed:
             for taker in self._transfers.expired(self._clock()):
-                self._repeat(taker, f"not done within {self.section.transfer_timeout_s:g} s")
+                self._repeat(taker, f"not done within {self._section.transfer_timeout_s:g} s")
             released = [self._recipients[taker] for taker in self._transfers.unheld(self._clock())]
             for recipient in released:
                 recipient.release()

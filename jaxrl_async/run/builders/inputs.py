@@ -8,25 +8,23 @@ from pathlib import Path
 from jaxrl_async.algorithms.answer_pairs import pairs_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.seats_section import has_opponents
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.run_serving import RunServing, run_chat_format
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.games.league import RunOpponents, check_alone, has_opponents
-from jaxrl_async.interop.engines import check_engines
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
-from jaxrl_async.remote.run.listening import check_listening
 from jaxrl_async.rollout.env import GuardedEnvs
+from jaxrl_async.run import features
 from jaxrl_async.run.builders.device_memory import check_devices_hold
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
-from jaxrl_async.run.builders.playing import Play, find_task, make_play
+from jaxrl_async.run.builders.playing import Play, find_task, make_play, run_chat_format
 from jaxrl_async.run.builders.scoring import (
     Scorers,
     built_in_graders,
@@ -37,6 +35,7 @@ from jaxrl_async.run.builders.scoring import (
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import Opponents, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.references import check_answers, try_references
@@ -57,8 +56,8 @@ class Inputs:
     held_out: Sequence[Prompt]
     scorers: Scorers
     play: Play  # the task
-    serving: RunServing  # not open yet
-    opponents: RunOpponents  # who fills seats in the policy's place; not seated yet
+    serving: Serving  # not open yet
+    opponents: Opponents  # who fills seats in the policy's place; not seated yet
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
@@ -73,7 +72,7 @@ def check_inputs(
     The pairs are those of the warm start, which are not needed after it; None: no warm start.
     locks: of the devices, if several runs share them. Raises JaxrlErrors that name the setting.
     """
-    check_listening(config, lockstep)
+    features.check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
@@ -87,13 +86,13 @@ def check_inputs(
     spec = check_model(config, tokenizer, slices)
     tokenizer.images = image_store(config, spec, tokenizer)
     check_frozen(config)
-    check_engines(config, spec)
+    features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config))
-    serving = RunServing(config.endpoint, needed=task.program is not None, count=faults.add)
-    check_alone(config, lockstep)
-    chat = run_chat_format(config, tokenizer) if config.seats else None
-    opponents = RunOpponents(config, chat, spec, faults, outages)
+        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.seats))
+    serving = features.serving(config, task, faults.add)
+    opponents = features.opponents(
+        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
+    )
     play = make_play(config, task, tokenizer, faults.add, serving, opponents, outages)
     graders = built_in_graders(config.reward, task)
     data, graded = config.limited_data, bool(graders)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxrl_async.config.schema import Config, MetricsSection
-from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import AwakeClock, backoff_s
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.run.rates import Counters, Observer, PivotCounts, Utilisation, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.trainer.trainer import Trainer
@@ -21,7 +21,7 @@ from jaxrl_async.types import Drop
 
 
 def make_observer(
-    section: MetricsSection, side: RolloutSide, lockstep: Lockstep, serving: RunServing
+    section: MetricsSection, side: RolloutSide, lockstep: Lockstep, serving: Serving
 ) -> Observer:
     """Make the observer, which turns the parts' counters into rates of a step."""
     router, rollouts, faults = side.sampling.router, side.rollouts, side.inputs.faults
@@ -44,8 +44,8 @@ def make_observer(
                 "lost_forks": played.lost_forks,
                 "restarted_groups": played.restarts,
             },
-            judge=scorers.judge_cost(),
-            process=scorers.process_tally(),
+            judge=scorers.judges.cost(),
+            process=scorers.judges.tally(),
             pivots=PivotCounts(
                 forks=played.forks,
                 tokens=played.fork_tokens,

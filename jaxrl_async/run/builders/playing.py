@@ -9,22 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_async.config.schema import Config, SeatSection, name_of
+from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.unused import unread_with_records
 from jaxrl_async.data.chat import TeachableFormat, chat_format, has_chat_format
 from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
-from jaxrl_async.endpoint.external_agents import OutsiderMembers
-from jaxrl_async.endpoint.run_serving import RunServing
-from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.games.game_env import GameEnvs, SeatsOf, policy_everywhere, seats_checked
 from jaxrl_async.outages import Outages
+from jaxrl_async.ports import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.scorers.results import score_of
+from jaxrl_async.run import features
+from jaxrl_async.run.optional_parts import Opponents, Serving
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.tasks.task_source import TaskData
@@ -37,9 +34,6 @@ T = TypeVar("T")
 
 TRIED = 8
 """Most held-out records that are tried where none has room for an answer."""
-KEY_SETTINGS = ("key_variable", "key_env")
-"""Endings of the names of settings that name an environment variable with a key."""
-VLLM_KEY = "VLLM_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +60,7 @@ def find_task(config: Config) -> Task:
             "program, environment or tools beside it. Give it one of them."
         )
     if task.game is not None:
-        _check_game(config, name)
+        features.check_game(config, name)
     if task.records is not None:
         if unread := unread_with_records(config, name):
             raise ConfigError("\n".join(unread))
@@ -82,25 +76,6 @@ def find_task(config: Config) -> Task:
             f"task = {name!r} is empty. Give it records, an environment, tools or a reward."
         )
     return _for_outsiders(config, task)
-
-
-def _check_game(config: Config, name: str) -> None:
-    """Raise ConfigError for what would compare the seats of a game with each other."""
-    if config.algorithm.pivots.continuations:
-        raise ConfigError(
-            f"task = {name!r} is a game, and algorithm.pivots continues answers of one turn. Set "
-            "algorithm.pivots.continuations=0."
-        )
-    if config.pairs.loss is not None:
-        raise ConfigError(
-            f"task = {name!r} is a game, and pairs.loss would pair answers of different seats. "
-            "Leave pairs.loss out: advantages compare each seat with its own kind."
-        )
-    if config.reward.judge.judges_answers and config.reward.judge.mode == "rank":
-        raise ConfigError(
-            f"task = {name!r} is a game, and reward.judge.mode=rank would rank different seats. "
-            "Set reward.judge.mode=score."
-        )
 
 
 def _for_outsiders(config: Config, task: Task) -> Task:
@@ -119,13 +94,7 @@ def _for_outsiders(config: Config, task: Task) -> Task:
             "endpoint.outsiders: the task has a program, an environment, a game or tools, and "
             "agents outside would play in their place. Leave one of them out."
         )
-    return replace(task, program=outsiders_play)
-
-
-async def outsiders_play(session: AgentSession) -> None:
-    """Stand for agents outside of the run as a task's program; OutsiderMembers play in its
-    place."""
-    raise RolloutError(f"{session.base_url}: agents outside play this task")
+    return replace(task, program=features.outsiders_play())
 
 
 def make_play(
@@ -133,8 +102,8 @@ def make_play(
     task: Task,
     tokenizer: Tokenizer,
     count: Callable[[str, int], None],
-    serving: RunServing,
-    seats_of: SeatsOf = policy_everywhere,
+    serving: Serving,
+    opponents: Opponents,
     outages: Outages | None = None,
 ) -> Play:
     """Make what plays the task; its environment is tried on the first held-out record.
@@ -145,7 +114,7 @@ def make_play(
         tokenizer: the policy's.
         count: called with the name and number of faults.
         serving: where a program finds the policy.
-        seats_of: who fills seats of a game in the policy's place.
+        opponents: who fills seats of a game in the policy's place.
         outages: of what plays; None: of its own.
 
     Raises ConfigError, also for an environment that cannot begin, and DataError.
@@ -160,14 +129,11 @@ def make_play(
     task = _prompted(config, task)
     chat = _format_of(config, tokenizer, task)
     if task.program is not None:
-        programs = make_programs(config, task, serving, count)
-        outside = OutsiderMembers(
-            programs=programs, lobby=serving.lobby, tries=config.endpoint.outsider_tries
-        )
+        make_env, oldest_s = features.make_members(config, task, serving, count)
         return Play(
             task=task,
-            make_env=outside if config.endpoint.outsiders else programs,
-            oldest_s=programs.oldest_s,
+            make_env=make_env,
+            oldest_s=oldest_s,
             stop_token_ids=chat.stop_token_ids,
             own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
         )
@@ -177,8 +143,7 @@ def make_play(
     examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]
     if task.game is not None:
-        games = GameEnvs(envs, task.game, seats_of)
-        _try_game(games, example, config)
+        games = features.make_games(envs, task.game, opponents, example, config)
         return Play(task=task, make_env=games, stop_token_ids=chat.stop_token_ids, own=own)
     tools = _tried(envs, examples[:TRIED], config.sampler.max_length)
     return Play(
@@ -217,6 +182,17 @@ def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFor
     if asks_alone and not has_chat_format(tokenizer, config.data.chat_format):
         log.info("the tokenizer has no chat template: a question is its bare text")
         return PlainFormat(tokenizer)
+    return _chat_format(config, tokenizer)
+
+
+def run_chat_format(config: Config, tokenizer: Tokenizer) -> ChatFormat | None:
+    """Return the chat format of a run; None: its tokenizer has none."""
+    if not has_chat_format(tokenizer, config.data.chat_format):
+        return None
+    return _chat_format(config, tokenizer)
+
+
+def _chat_format(config: Config, tokenizer: Tokenizer) -> TeachableFormat:
     return chat_format(
         tokenizer,
         None if config.model.path is None else Path(config.model.path),
@@ -230,58 +206,6 @@ def _prompted(config: Config, task: Task) -> Task:
     """Return the task with the configured system prompt, if there is one."""
     prompt = config.data.system_prompt
     return task if prompt is None else replace(task, system_prompt=prompt)
-
-
-def make_programs(
-    config: Config,
-    task: Task,
-    serving: RunServing,
-    count: Callable[[str, int], None],
-) -> AgentPrograms:
-    """Make the members that a task's program plays. Raises ConfigError."""
-    section = config.env
-    assert task.program is not None, "it is a program's task"
-    bounds = SessionLimits(
-        max_calls=section.program_max_calls,
-        max_tokens=section.program_max_tokens,
-        idle_s=section.program_idle_s,
-        total_s=section.program_timeout_s,
-        max_reward=config.endpoint.max_reward,
-    )
-    if section.program_variables and callable(task.program):
-        raise ConfigError(
-            "env.program_variables: the task's program is a function, which runs in this process "
-            "and sees all variables. Leave it out."
-        )
-    endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
-    try:
-        return AgentPrograms(
-            task.program,
-            serving.sessions,
-            endpoint,
-            bounds,
-            judge=score_of,
-            system_prompt=task.system_prompt,
-            secrets=key_variables(config.model_dump()),
-            shown=section.program_variables,
-            count=count,
-        )
-    except RolloutError as error:
-        raise ConfigError(f"task = {name_of(config.task or '')!r}: {error}") from error
-
-
-def key_variables(settings: Any) -> set[str]:
-    """Return the environment variables that settings (nested, as plain data) name for keys, and
-    that of a vLLM server: a task's commands do not see them."""
-    named = {VLLM_KEY}
-    if isinstance(settings, Mapping):
-        for name, value in settings.items():
-            if name.endswith(KEY_SETTINGS) and isinstance(value, str):
-                named.add(value)
-            named |= key_variables(value)
-    elif isinstance(settings, list | tuple):
-        named = named.union(*(key_variables(value) for value in settings))
-    return named
 
 
 def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
@@ -314,7 +238,7 @@ def _tried(
 
     lengths = []
     for example in examples:
-        length, schemas = _at_once(begun(example))
+        length, schemas = at_once(begun(example))
         if length < max_length:
             return schemas
         lengths.append(length)
@@ -325,37 +249,7 @@ def _tried(
     )
 
 
-def _try_game(games: GameEnvs, example: Prompt, config: Config) -> None:
-    """Begin a game and end it; all seats that are filled must be its own. Raises ConfigError."""
-
-    async def begun() -> None:
-        game, moves = await games.begun(example)
-        seats_checked(game)
-        if not moves.ask:
-            raise RolloutError("the game's reset asks no seat. Say who moves first.")
-        await games.chat.call(game.close)
-        strange = [seat for seat in config.seats if seat not in game.seats]
-        if strange:
-            raise RolloutError(
-                f"seats.{strange[0]} is no seat of the game, whose seats are "
-                f"{', '.join(game.seats)}. Correct the name."
-            )
-        filled = [seat for seat in game.seats if never_the_policys(config.seats.get(seat))]
-        if len(filled) == len(game.seats):
-            raise RolloutError(
-                f"seats ({', '.join(filled)}) leaves none of the game's to the policy. Leave one "
-                "out."
-            )
-
-    _at_once(begun())
-
-
-def never_the_policys(section: SeatSection | None) -> bool:
-    """Return whether others fill a seat in all training games."""
-    return section is not None and not any(one.policy for one in section.choices)
-
-
-def _at_once(trial: Coroutine[None, None, T]) -> T:
+def at_once(trial: Coroutine[None, None, T]) -> T:
     """Run a trial of a task to its end. Raises ConfigError."""
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop

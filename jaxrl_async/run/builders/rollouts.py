@@ -15,20 +15,18 @@ from jaxrl_async.config.pivot_section import PivotSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
-from jaxrl_async.interop.jetstream_samplers import make_jetstream_sampling
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import Gate, Generate
-from jaxrl_async.remote.run.remote_samplers import make_remote_sampling
 from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.rollout.turn_priority import TurnPriority
+from jaxrl_async.run import features
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import (
     GivingUp,
     Sampling,
-    make_foreign_sampling,
     make_sampling,
 )
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
@@ -159,12 +157,10 @@ def make_rollout_side(
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
     if shared is not None:
         sampling = shared(config, inputs, weights, gate)
-    elif config.sampler.engine == "jetstream":
-        sampling = make_jetstream_sampling(config, inputs, weights, gate)
-    elif config.sampler.engine == "vllm":  # its servers run elsewhere, too, but none joins
-        sampling = make_foreign_sampling(config, inputs, weights, gate)
+    elif config.sampler.engine != "native":  # vLLM servers run elsewhere, too, but none joins
+        sampling = features.engine_sampling(config, inputs, weights, gate)
     elif config.mesh.remote:
-        sampling = make_remote_sampling(
+        sampling = features.remote_sampling(
             config, inputs, weights, buffer, lockstep, folder, closing, base
         )
     else:

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
-from jaxrl_async.interop.engines import make_engines
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of, sent_base
@@ -21,9 +20,8 @@ from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports import Generate, Publisher, Replica
-from jaxrl_async.remote.run.local_samplers import LocalSamplers
-from jaxrl_async.remote.run.members import Members
 from jaxrl_async.run.builders.inputs import Inputs
+from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix
@@ -50,8 +48,8 @@ class Sampling:
     channel: WeightChannel
     publisher: Publisher  # the trainer's side of the channel
     probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
-    members: Members | None = None  # who joins from other processes; None: all are threads here
-    processes: LocalSamplers | None = None  # those that the run starts itself; None: none
+    members: JoinedSamplers | None = None  # from other processes; None: all are threads here
+    processes: SamplerProcesses | None = None  # those that the run starts itself; None: none
     named: Generate | None = None  # of one of several runs: draws with its adapter, of all samplers
 
     @property
@@ -322,31 +320,6 @@ def make_sampling(
     router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.home)
     probe = run_probe_ids(inputs) if config.weights.probe else None
     return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
-
-
-def make_foreign_sampling(
-    config: Config,
-    inputs: Inputs,
-    weights: VersionedParams,
-    gate: ReplayBuffer | ReplayedBuffer,
-) -> Sampling:
-    """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
-    settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
-    engines, channel = make_engines(
-        config,
-        inputs.spec,
-        inputs.slices.trainer,
-        weights,
-        on_live=gate.set_live,
-        probe=settings.probe,
-        count=inputs.faults.add,
-    )
-    return Sampling(
-        router=make_router(config.faults, engines, inputs.faults.add),
-        channel=channel,
-        publisher=channel,
-        probe=settings.probe_tokens,
-    )
 
 
 def make_router(

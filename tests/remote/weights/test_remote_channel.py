@@ -14,6 +14,7 @@ from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
 from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 from jaxrl_async.remote.wire.messages import Hello
@@ -70,7 +71,8 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
         Conversion(dtype=jnp.dtype(dtype), convert=convert if kind else None),
     )
     offering = make_offering(section, run=f"test-{transfer}-{dtype}")
-    channel = WeightChannel(outbox=WeightOutbox(copy, offering, section))
+    outbox = WeightOutbox(copy, offering, section)
+    channel = WeightChannel(remote=outbox)
     channel.begin(jax.device_put(values(0), source))
     target = shapes_on(
         jax.eval_shape(copy, values(0)), shardings(sent, slices.sampler, SAMPLER_RULES)
@@ -85,7 +87,8 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
             )
             pairs.append(pair)
             receivers.append(receiver)
-            channel.admit(pair.trainer, Hello(name=name, data_address=fetching.address))
+            hello = Hello(name=name, data_address=fetching.address)
+            RemoteEnd(pair.trainer, hello, channel.exchange, outbox)
             found = [receiver.first(60)]
             RemoteSource(receiver).live(0)
         channel.publish(1, jax.device_put(values(1), source))
