@@ -11,8 +11,7 @@ import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +26,7 @@ from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.handed_over import handed_over
+from jaxrl_async.tasks.named_tasks import HANDED_OVER
 from jaxrl_async.tasks.task import Environment, Task
 
 log = logging.getLogger(__name__)
@@ -71,11 +70,10 @@ class Brought:
     task: str | Mapping[str, Any] | Task | type | None = None
 
 
-@contextmanager
 def configured(
     brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
-) -> Iterator[Config]:
-    """Yield the configuration of a call while the `with` lasts: its task is known as long.
+) -> tuple[Config, Task | None]:
+    """Return the configuration of a call, and its task if that is an object.
 
     Args:
         brought: model, data, rewards and task.
@@ -116,12 +114,9 @@ def configured(
         if task is not None and task.reward is not None:
             raise ConfigError("train: the task has a reward, and reward gives another. Leave one.")
         task = dataclasses.replace(task or Task(), reward=functions)
-    if task is None:
-        yield load(tree, where="train")
-        return
-    with handed_over(task) as name:
-        tree["task"] = name
-        yield load(tree, where="train")
+    if task is not None:
+        tree["task"] = HANDED_OVER
+    return load(tree, where="train"), task
 
 
 def check_given(

@@ -64,14 +64,14 @@ def train(
     brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
     if on_step is not None:
         _check_callback(on_step)
-    with configured(brought, config, settings) as resolved:
-        check_given(brought, config, settings)
-        if resolved.runs:
-            raise ConfigError(
-                "train: runs: several adapters that learn in one run have no single policy to "
-                "return. Start them with python -m jaxrl_async.train FILE, or call train for each."
-            )
-        return Run(loop.train(resolved, on_step))
+    resolved, own_task = configured(brought, config, settings)
+    check_given(brought, config, settings)
+    if resolved.runs:
+        raise ConfigError(
+            "train: runs: several adapters that learn in one run have no single policy to return. "
+            "Start them with python -m jaxrl_async.train FILE, or call train for each."
+        )
+    return Run(loop.train(resolved, on_step, own_task))
 
 
 def _check_callback(on_step: OnStep) -> None:

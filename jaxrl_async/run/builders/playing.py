@@ -47,11 +47,14 @@ class Play:
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
-def find_task(config: Config) -> Task:
-    """Return the configured task; NO_TASK if there is none. Raises ConfigError."""
+def find_task(config: Config, given: Task | None = None) -> Task:
+    """Return the task of a run; NO_TASK if it has none. Raises ConfigError.
+
+    given: the object of a Python program; None: what the setting names.
+    """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
-    task, name = load_task(config.task), name_of(config.task)
+    task, name = given or load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):

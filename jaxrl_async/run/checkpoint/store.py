@@ -524,8 +524,8 @@ def changed_keys(before: str, after: str) -> list[str]:
 
 
 def _is_handed_over(value: Any) -> bool:
-    """Return whether a setting names an object of a Python program, by a number of the process."""
-    return isinstance(value, str) and value.startswith("python:")
+    """Return whether a setting stands for an object of a Python program, which 0.3 numbered."""
+    return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
 def shape_mismatch(
