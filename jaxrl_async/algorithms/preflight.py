@@ -73,7 +73,7 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
     _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
-    members = algorithm.least_members or algorithm.group_size
+    members = algorithm.min_members or algorithm.group_size
     for choice in algorithm.shaping:
         function = shaping.resolve(choice, group_size=members)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]

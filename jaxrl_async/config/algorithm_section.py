@@ -22,7 +22,7 @@ class AlgorithmSection(Section):
     oversample: NonNegative = 0
     """Members begun beyond group_size: the first group_size that end make the group, the others are
     cancelled and counted. Saves waiting for the slowest; favours short answers."""
-    least_members: Positive | None = None
+    min_members: Positive | None = None
     """Members with which a group goes on if others fail, counted; null: it fails as a whole."""
     pivots: PivotSection = PivotSection()
     """Further continuations of a group's answers, drawn from chosen tokens."""
@@ -139,7 +139,7 @@ class TeacherSection(Section):
     top_k: NonNegative = 0
     """Number of likeliest tokens that form=loss compares one by one, all others being lumped
     together; 0: the whole vocabulary."""
-    top_of: Literal["teacher", "student"] = "teacher"
+    top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose likeliest tokens those are. The student's are taken at the start of the step with one
     more pass; they suit kind=reverse, an expectation under the student."""
     coefficient: float = Field(1.0, ge=0)

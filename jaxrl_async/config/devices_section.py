@@ -68,9 +68,9 @@ class MeshSection(Section):
     colocated: bool = False
     """Run trainer and sampler on the same devices, in turns, still asynchronously; with several
     processes, each has one sampler, on the trainer's devices of this process."""
-    samplers_in: Literal["threads", "processes", "elsewhere"] = "threads"
+    samplers_in: Literal["threads", "processes", "external"] = "threads"
     """Where the samplers run: in threads of this process, on slices of its devices; in processes of
-    their own, which the run starts on this machine; or elsewhere: in processes that join the run
+    their own, which the run starts on this machine; or external: in processes that join the run
     (python -m jaxrl_async.sample --join HOST:PORT)."""
 
     @property
@@ -90,4 +90,4 @@ class MeshSection(Section):
     @property
     def without_samplers(self) -> "MeshSection":
         """The trainer's slice alone, for jobs without a sampler."""
-        return MeshSection(trainer=self.trainer, samplers_in="elsewhere")
+        return MeshSection(trainer=self.trainer, samplers_in="external")

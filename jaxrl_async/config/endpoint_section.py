@@ -36,9 +36,9 @@ class EndpointSection(Section):
     """Longest time for one answer, seconds."""
     stall_s: float = Field(60.0, gt=0)
     """Longest time that a client may leave its answer unread, seconds; then it is cut off."""
-    outsiders: bool = False
+    external_agents: bool = False
     """Have agents outside of the run play all episodes: they ask the endpoint for tasks."""
-    outsider_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"
+    agent_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"
     """Environment variable with the key that they ask for tasks with."""
-    outsider_tries: Count = 3
+    agent_tries: Count = 3
     """How many of them in a row may leave an episode before its group fails."""

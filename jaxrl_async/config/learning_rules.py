@@ -172,20 +172,20 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require the fewest members of a group to be a part of it, and enough to compare."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    if a.least_members is None:
+    if a.min_members is None:
         return
-    if a.least_members > a.group_size:
+    if a.min_members > a.group_size:
         yield (
-            f"algorithm.least_members ({a.least_members}) must be at most algorithm.group_size "
+            f"algorithm.min_members ({a.min_members}) must be at most algorithm.group_size "
             f"({a.group_size}): a group has no more members. Lower it, or raise group_size."
         )
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
     compares = compares and config.pairs.loss is None
-    if a.least_members == 1 < a.group_size and (compares or a.dynamic_sampling):
+    if a.min_members == 1 < a.group_size and (compares or a.dynamic_sampling):
         what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
         yield (
-            f"{what} compares the answers to one prompt, and algorithm.least_members=1 lets a "
-            "group go on with one: nothing would be learnt from it. Set least_members to at least "
+            f"{what} compares the answers to one prompt, and algorithm.min_members=1 lets a "
+            "group go on with one: nothing would be learnt from it. Set min_members to at least "
             "2."
         )
 

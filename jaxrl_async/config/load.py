@@ -30,6 +30,7 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
+from jaxrl_async.config.former import NAMES, renew
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
@@ -90,6 +91,10 @@ def load(
 def _checked(draft: Draft) -> Config:
     """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
     wrong."""
+    for written, now in renew(draft.tree).items():
+        log.warning(
+            "%s: %s is now written %s", draft.where(tuple(written.split("."))), written, now
+        )
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -290,7 +295,11 @@ def setting_names() -> list[str]:
 def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
-    path = tuple(part.strip() for part in dotted.strip().split("."))
+    name = ".".join(part.strip() for part in dotted.split("."))
+    if name in NAMES:
+        log.warning("%s: %s is now called %s", COMMAND_LINE, name, NAMES[name])
+        name = NAMES[name]
+    path = tuple(name.split("."))
     if not equals or not all(path):
         draft.problems.append(
             f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."

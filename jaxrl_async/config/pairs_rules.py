@@ -33,10 +33,10 @@ def pairs_have_two_answers(config: Config) -> Iterator[str]:
             "pairs.loss compares answers to one prompt, and algorithm.group_size=1 draws one. "
             "Raise it to 2 at least."
         )
-    elif a.least_members == 1:
+    elif a.min_members == 1:
         yield (
-            "pairs.loss compares answers to one prompt, and algorithm.least_members=1 lets a group "
-            "go on with one. Set least_members to at least 2."
+            "pairs.loss compares answers to one prompt, and algorithm.min_members=1 lets a group "
+            "go on with one. Set min_members to at least 2."
         )
 
 

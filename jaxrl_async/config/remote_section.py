@@ -8,7 +8,7 @@ from jaxrl_async.config.section import Count, Positive, Section
 
 
 class RemoteSection(Section):
-    """Samplers in processes of their own (mesh.samplers_in: processes or elsewhere)."""
+    """Samplers in processes of their own (mesh.samplers_in: processes or external)."""
 
     listen: str = Field("127.0.0.1:0", pattern=r"^\S+:\d{1,5}$")
     """HOST:PORT at which the trainer waits for samplers; port 0 takes any free one. Any address but
@@ -20,7 +20,7 @@ class RemoteSection(Section):
     data_port: int = Field(0, ge=0, le=65535)
     """TCP port at which the trainer hands out weights, at the host of `listen`, and samplers pass
     them on; 0 takes any free one. Of samplers that share a machine each takes the next free one."""
-    least: Count = 1
+    min_samplers: Count = 1
     """Samplers that must have joined before the run begins; of those that it starts itself
     (mesh.samplers_in: processes), all must."""
     wait_s: float = Field(600.0, gt=0)

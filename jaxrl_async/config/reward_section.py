@@ -48,7 +48,7 @@ class RewardSection(Section):
 class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
-    beside: bool = False
+    asynchronous: bool = False
     """Evaluate while rollouts and the next update go on. The weights that are evaluated stay until
     it ends: the next wait to be published. The last evaluation is waited for, and so is each one
     where several processes train. Of several adapters (runs), one whose evaluation is under way

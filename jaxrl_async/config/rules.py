@@ -158,11 +158,11 @@ def a_head_has_an_even_width(config: Config) -> Iterator[str]:
 def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
     """Require the loss to compare likeliest tokens if the student chooses them."""
     teacher = config.teacher
-    if teacher.top_of == "student" and (teacher.form != "loss" or not teacher.top_k):
+    if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
         yield (
-            f"teacher.top_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
+            f"teacher.top_k_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
             f"form=loss looks at, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
-            "leave top_of out."
+            "leave top_k_of out."
         )
 
 

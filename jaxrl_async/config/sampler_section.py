@@ -3,18 +3,18 @@
 Needs no JAX.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section, as_called_now
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
 class SamplerSection(Section):
     engine: Literal["native", "jetstream", "vllm"] = "native"
     """What samples tokens: the sampler of this package, an engine of JetStream's interface
     (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
-    mesh.samplers_in=elsewhere."""
+    mesh.samplers_in=external."""
     engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")
     """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
     null: this package's own behind that interface."""
@@ -66,12 +66,6 @@ class SamplerSection(Section):
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this probability relative to the likeliest token."""
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _by_its_name_of_now(cls, given: Any) -> Any:
-        """Read what older runs have written."""
-        return as_called_now("sampler.engine", given)
 
     @property
     def truncates(self) -> bool:

@@ -57,7 +57,7 @@ OF_OUR_ENGINE = (
     "compile_ahead",
 )
 """Settings of sampler that a server of somebody else has flags of its own for."""
-OF_OUTSIDERS = ("outsider_key_variable", "outsider_tries")
+OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
 """Settings of endpoint about agents outside of the run."""
 
 
@@ -331,8 +331,8 @@ def _samples(config: Config) -> bool:
 OF_RL = (
     Use(
         _keys("env", EnvSection),
-        lambda c: c.task is not None or c.endpoint.outsiders,
-        "task, or endpoint.outsiders",
+        lambda c: c.task is not None or c.endpoint.external_agents,
+        "task, or endpoint.external_agents",
         ("task",),
     ),
     Use(
@@ -357,22 +357,22 @@ OF_RL = (
     Use(
         (
             "priorities.guests",
-            *_keys("endpoint", EndpointSection, "enabled", "outsiders", *OF_OUTSIDERS),
+            *_keys("endpoint", EndpointSection, "enabled", "external_agents", *OF_OUTSIDERS),
         ),
-        lambda c: c.endpoint.enabled or c.endpoint.outsiders or c.task is not None,
-        "endpoint.enabled, endpoint.outsiders, or a task with a program",
-        ("endpoint.enabled", "endpoint.outsiders", "task"),
+        lambda c: c.endpoint.enabled or c.endpoint.external_agents or c.task is not None,
+        "endpoint.enabled, endpoint.external_agents, or a task with a program",
+        ("endpoint.enabled", "endpoint.external_agents", "task"),
     ),
     Use(
         tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.endpoint.outsiders,
-        "endpoint.outsiders",
-        ("endpoint.outsiders",),
+        lambda c: c.endpoint.external_agents,
+        "endpoint.external_agents",
+        ("endpoint.external_agents",),
     ),
     Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,
-        "mesh.samplers_in=processes or elsewhere",
+        "mesh.samplers_in=processes or external",
         ("mesh.samplers_in",),
     ),
     Use(

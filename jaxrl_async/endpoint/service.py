@@ -210,7 +210,9 @@ class Desk:
     def door(self) -> AgentDoor:
         """Return who gives tasks to agents outside. Raises CallRefused if nobody does."""
         if self._door is None:
-            raise CallRefused("no agents outside of the run are asked (endpoint.outsiders)", 404)
+            raise CallRefused(
+                "no agents outside of the run are asked (endpoint.external_agents)", 404
+            )
         return self._door
 
     def caller(

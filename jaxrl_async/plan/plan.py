@@ -538,7 +538,7 @@ def transfer_of(
     if how == "threads":
         sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
         return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "elsewhere", hosts_of(places.slices.sampler)
+    apart, hosts = how == "external", hosts_of(places.slices.sampler)
     rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
     if not apart:
         rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2

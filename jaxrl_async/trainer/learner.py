@@ -320,7 +320,7 @@ class Learner:
     ) -> Columns:
         """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
-        if self._teacher.top_of == "student" and own_pass is not None:
+        if self._teacher.top_k_of == "student" and own_pass is not None:
             ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
             logprobs = teacher_pass.logprobs_at(self._whole_teacher, batch, ids, device_lock)
         else:

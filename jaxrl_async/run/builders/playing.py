@@ -82,20 +82,20 @@ def find_task(config: Config, given: Task | None = None) -> Task:
 
 
 def _for_outsiders(config: Config, task: Task) -> Task:
-    """Return the task as agents outside play it, if endpoint.outsiders says so. Raises
+    """Return the task as agents outside play it, if endpoint.external_agents says so. Raises
     ConfigError."""
-    if not config.endpoint.outsiders:
+    if not config.endpoint.external_agents:
         return task
     if count := config.algorithm.pivots.continuations:
         raise ConfigError(
             f"algorithm.pivots.continuations ({count}) continue answers of one turn, and with "
-            "endpoint.outsiders agents play the episodes. Set one of them to 0 or false."
+            "endpoint.external_agents agents play the episodes. Set one of them to 0 or false."
         )
     players = (task.program, task.environment, task.game)
     if task.tools or any(one is not None for one in players):
         raise ConfigError(
-            "endpoint.outsiders: the task has a program, an environment, a game or tools, and "
-            "agents outside would play in their place. Leave one of them out."
+            "endpoint.external_agents: the task has a program, an environment, a game or tools, "
+            "and agents outside would play in their place. Leave one of them out."
         )
     return replace(task, program=features.outsiders_play())
 

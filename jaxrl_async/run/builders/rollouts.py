@@ -246,7 +246,7 @@ def make_rollouts(
         settings=RolloutSettings(
             group_size=config.algorithm.group_size,
             oversample=config.algorithm.oversample,
-            least_members=config.algorithm.least_members,
+            least_members=config.algorithm.min_members,
             limits=limits,
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,

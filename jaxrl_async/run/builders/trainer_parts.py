@@ -70,12 +70,12 @@ def step_traces(
 
 def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
     """Return whether evaluations go on beside updates, which no other process waits for."""
-    if config.eval.beside and lockstep.count > 1:
+    if config.eval.asynchronous and lockstep.count > 1:
         log.warning(
-            "eval.beside=true: the updates of %d trainer processes wait for each evaluation.",
+            "eval.asynchronous=true: the updates of %d trainer processes wait for each evaluation.",
             lockstep.count,
         )
-    return config.eval.beside and lockstep.count == 1
+    return config.eval.asynchronous and lockstep.count == 1
 
 
 def make_pacing(config: Config) -> Bounds | None:

@@ -90,7 +90,7 @@ def _obstacles(config: Config) -> Iterator[str]:
         "several processes": jax.process_count() > 1,
         "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
         f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
-        "endpoint.outsiders": c.endpoint.outsiders,
+        "endpoint.external_agents": c.endpoint.external_agents,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
         f"mesh.trainer.context={context}": context != 1,

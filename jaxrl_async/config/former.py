@@ -1,0 +1,55 @@
+"""Settings that version 0.3 wrote otherwise: read for one more version, with a warning. Needs no
+JAX."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+NAMES: Mapping[str, str] = {
+    "algorithm.least_members": "algorithm.min_members",
+    "endpoint.outsider_key_variable": "endpoint.agent_key_variable",
+    "endpoint.outsider_tries": "endpoint.agent_tries",
+    "endpoint.outsiders": "endpoint.external_agents",
+    "eval.beside": "eval.asynchronous",
+    "remote.least": "remote.min_samplers",
+    "teacher.top_of": "teacher.top_k_of",
+}
+"""Settings by their former names."""
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "mesh.samplers_in": {"elsewhere": "external"},
+    "sampler.engine": {"ours": "native"},
+}
+"""Former values by setting (its current name), each with its current one."""
+
+
+class Renewed(NamedTuple):
+    """A setting by its current name, with its current value."""
+
+    name: str  # dotted
+    value: Any
+
+
+def renewed(name: str, value: Any) -> Renewed:
+    """Return a setting, given by its dotted name, as it is written now."""
+    name = NAMES.get(name, name)
+    if isinstance(value, str):
+        value = VALUES.get(name, {}).get(value, value)
+    return Renewed(name, value)
+
+
+def renew(tree: dict[str, Any]) -> dict[str, str]:
+    """Replace former names and values of settings in nested sections; return what each setting that
+    was replaced, by its dotted name as written, is now (name=value). A current name that is given,
+    too, counts."""
+    replaced: dict[str, str] = {}
+    for written in (*NAMES, *VALUES):
+        section, _, key = written.rpartition(".")
+        settings = tree.get(section)
+        if not isinstance(settings, dict) or key not in settings:
+            continue
+        now = renewed(written, settings[key])
+        if now == (written, settings[key]):
+            continue
+        del settings[key]
+        settings.setdefault(now.name.rpartition(".")[2], now.value)
+        replaced[written] = f"{now.name}={now.value}"
+    return replaced
