@@ -4,8 +4,10 @@ import pytest
 import yaml
 
 from jaxrl_async.config.changes import changes
+from jaxrl_async.config.former import NAMES, VALUES
 from jaxrl_async.config.load import dump, flattened, load
 from jaxrl_async.config.recipes import recipe_file
+from jaxrl_async.config.schema import Config
 
 
 @pytest.fixture
@@ -42,3 +44,25 @@ def test_what_an_older_version_wrote_otherwise_is_no_change(older):
         ("gone", 1, None),
         ("sampler.engine", "native", "ours"),  # `now` is of this version
     ]
+
+
+def test_each_former_name_stands_for_a_setting_of_now():
+    known = flattened(yaml.safe_load(dump(Config())))
+    assert known.keys() >= {*NAMES.values(), *VALUES} and not known.keys() & NAMES.keys()
+
+
+def test_a_former_name_is_read_with_a_warning_that_shows_the_new_form(write, caplog):
+    file = write("eval:\n  beside: true\nmesh: {samplers_in: elsewhere}\n")
+    config = load(file, ["remote.least=3", "algorithm={least_members: 2}"])
+    assert config.eval.asynchronous and config.mesh.samplers_in == "external"
+    assert config.remote.min_samplers == 3 and config.algorithm.min_members == 2
+    assert f"{file}, line 2: eval.beside is now written eval.asynchronous=True" in caplog.text
+    assert "line 3: mesh.samplers_in is now written mesh.samplers_in=external" in caplog.text
+    assert "command line: remote.least is now called remote.min_samplers" in caplog.text
+    assert "algorithm.least_members is now written algorithm.min_members=2" in caplog.text
+
+
+def test_the_current_name_counts_where_both_are_given_and_values_are_checked(write, refusal):
+    both = write("eval: {beside: true, asynchronous: false}")
+    assert not load(both).eval.asynchronous
+    assert "eval.asynchronous = 3 is not allowed" in refusal(write("eval: {beside: 3}"))

@@ -46,7 +46,7 @@ UNREAD = [
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
     (["reward.processes=2"], "a reward function of your own"),
-    (["remote.data_port=7078"], "mesh.samplers_in=processes or elsewhere"),
+    (["remote.data_port=7078"], "mesh.samplers_in=processes or external"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
     (["warm_start.path=x"], "warm_start.steps above 0"),
     (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
@@ -170,7 +170,7 @@ READ = [
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
     ["metrics.wandb.project=x", "metrics.wandb.mode=offline"],
     ["metrics.mlflow.experiment=x", "metrics.mlflow.tracking_uri=x"],
-    ["mesh.samplers_in=elsewhere", "remote.transfer=tcp", "remote.data_port=7078"],
+    ["mesh.samplers_in=external", "remote.transfer=tcp", "remote.data_port=7078"],
 ]  # fmt: skip
 
 

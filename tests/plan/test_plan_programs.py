@@ -277,7 +277,7 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     generation, trainer, sampler, said
 ):
     section = schema.MeshSection(
-        samplers_in="elsewhere",
+        samplers_in="external",
         trainer=schema.AxesSection(**trainer),
         sampler=schema.AxesSection(**sampler),
     )
