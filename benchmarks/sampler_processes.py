@@ -432,7 +432,7 @@ def run_updates(
             f"run.dir={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
             "warm_start.steps=0", "eval.every=0", "data.addition.eval_size=8",
             "checkpoint.every=0", f"mesh.samplers_in={where}", f"mesh.samplers={samplers}",
-            *([f"remote.least={samplers}"] if where == "processes" else []),
+            *([f"remote.min_samplers={samplers}"] if where == "processes" else []),
             f"staleness.max_staleness={staleness}", *args.set,
         ]  # fmt: skip
         command = [sys.executable, "-m", "jaxrl_async.train", "configs/addition.yaml", *settings]
