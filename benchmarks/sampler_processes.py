@@ -179,7 +179,7 @@ def decode_config(
     """Return the configuration of a run whose policy has this shape."""
     return schema.Config(
         mesh=schema.MeshSection(samplers_in=where, samplers=samplers),
-        remote=RemoteSection(least=samplers, wait_s=120.0, transfer=args.transfer),
+        remote=RemoteSection(min_samplers=samplers, wait_s=120.0, transfer=args.transfer),
         model=schema.ModelSection(
             architecture=schema.ArchitectureSection(
                 family="llama",
