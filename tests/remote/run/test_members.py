@@ -32,7 +32,7 @@ def members(folder: Path, *settings: str) -> Iterator[Members]:
     invitation = Invitation(config=config, spec=SPEC, layout_hash="", places=4)
     nothing: Any = None  # channel, outbox, router, check: no sampler here gets as far as weights
     made = Members(
-        invitation, nothing, nothing, nothing, secret=b"", tls=None, count=lambda name, n: None
+        invitation, *[nothing] * 4, secret=b"", tls=None, count=lambda name, n: None
     )
     try:
         yield made
