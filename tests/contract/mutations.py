@@ -546,14 +546,24 @@ GROUPS = (
             ("jnp.exp(largest - jnp.max(largest, axis=0))", "jnp.exp(largest - largest)"),
             ("is_first = used & (split == 0)", "is_first = used"),
             ("over(low, jnp.minimum(begin, end)", "over(low, jnp.minimum(end, end)"),
-            ("jnp.where(count > 0, position + count, 0)", "position + count"),
             ("(2 * kv_head, 2 * kv_head + 1)", "(2 * kv_head, 2 * kv_head)"),
         ),
     ),
     Group(
+        "model/query_blocks",
+        ("model/test_gpu_pages.py::test_each_query_is_in_one_block",),
+        (("jnp.where(count > 0, position + count, 0)", "position + count"),),
+    ),
+    Group(
         "model/latent_pages",
-        ("model/test_latent_pages.py::test_each_query_attends_to_the_tokens_up_to_its_own",),
         (
+            "model/test_latent_pages.py::test_each_query_attends_to_the_tokens_up_to_its_own",
+            "model/test_latent_pages.py::test_it_waits_for_each_copy_before_it_uses_what_is_copied",
+        ),
+        (
+            ("copy.wait()", "pass"),
+            ("copy_queries(i).wait()", "copy_queries(i)"),
+            ("@pl.when(i > 0)", "@pl.when(i > 1)"),
             ("seen = token <= positions[i]", "seen = token < positions[i]"),
             ("(jnp.cumsum(blocks) - blocks) % 2", "jnp.cumsum(blocks) % 2"),
             ("total[...] = total[...] * kept", "total[...] = total[...]"),
