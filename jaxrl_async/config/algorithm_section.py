@@ -25,8 +25,8 @@ class AlgorithmSection(Section):
     min_members: Positive | None = None
     """Minimum members of a group in which some fail, which are counted; null: any failure drops the
     group."""
-    pivots: PivotSection = PivotSection()
-    """More continuations of a group's answers, sampled from chosen tokens on."""
+    pivots: PivotSection | None = None
+    """More continuations of a group's answers, sampled from chosen tokens on; null: none."""
     shaping: tuple[Choice, ...] = ()
     """Transformations of rewards and masks, applied in order before the advantage."""
     advantage: Choice = "group_normalized"
@@ -120,9 +120,10 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    source: Literal["none", "path", "self"] = "none"
-    """Teacher to distil from: none, the model in path, or an older copy of the policy itself
-    (self)."""
+    """Distillation from a teacher, in addition to the rewards or in their place."""
+
+    source: Literal["path", "self"]
+    """Teacher to distil from: the model in path, or an older copy of the policy itself (self)."""
     path: str | None = None
     """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
     may be padded to another size."""

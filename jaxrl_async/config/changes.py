@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl_async.config.former import renewed
+from jaxrl_async.config.former import renewed_table
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 
@@ -25,7 +25,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     renamed ones by their current names.
     """
     defaults = flattened(json.loads(Config().model_dump_json()))
-    before = dict(renewed(*one) for one in before.items())
+    before = renewed_table(before)
     for name in sorted(before.keys() | now.keys()):
         was = before[name] if name in before else defaults.get(name)
         if was != now.get(name):

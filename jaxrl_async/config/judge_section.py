@@ -19,8 +19,8 @@ class Criterion(Section):
 class JudgeSection(Section):
     """A language model behind an OpenAI-compatible endpoint that judges answers by a rubric."""
 
-    model: str | None = None
-    """Name of the judging model; null: no judge."""
+    model: str
+    """Name of the judging model."""
     base_url: str = Field("https://api.openai.com/v1", pattern=r"^https?://\S+$")
     """Address of the endpoint, up to /v1."""
     key_variable: str | None = Field(None, pattern=r"^\w+$")
@@ -71,15 +71,15 @@ class JudgeSection(Section):
     @property
     def judges_answers(self) -> bool:
         """Whether whole answers are judged."""
-        return self.model is not None and self.weight != 0
+        return self.weight != 0
 
 
 class ProcessSection(Section):
     """Rewards of the steps or tokens within an answer, in addition to the reward of the whole."""
 
-    function: str | None = None
+    function: str
     """Your own function (FILE.py:FUNCTION), which gives a number for each step, or judge, which
-    asks reward.judge; null: none."""
+    asks reward.judge."""
     split: Literal["separator", "turn", "token"] = "separator"
     """Unit of a step: a piece of text that ends with `separator`, a turn of the policy, or a
     token. A turn's end always ends a step."""

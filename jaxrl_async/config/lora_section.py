@@ -17,8 +17,8 @@ class LoraSection(Section):
     "LoRA Without Regret" (Schulman et al. 2025): every matrix, alpha 32; LoRA needs about ten
     times the learning rate of full fine-tuning."""
 
-    rank: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Inner width of each change; 0: all weights are trained."""
+    rank: Annotated[int, Field(ge=1, le=65_536)]
+    """Inner width of each change."""
     alpha: float = Field(32.0, gt=0)
     """The change is scaled by alpha / rank."""
     rslora: bool = False

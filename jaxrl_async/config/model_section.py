@@ -109,8 +109,8 @@ class ModelSection(Section):
     """Recomputation in the backward pass: nothing, each layer, each layer except attention (keeps
     the kernels' results on TPUs and GPUs: 2 bytes per query, token and layer), or everything but
     matrix products (dots)."""
-    lora: LoraSection = LoraSection()
-    """Train a low-rank adapter instead of all weights."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter instead of all weights; null: all weights."""
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"

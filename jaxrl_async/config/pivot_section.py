@@ -5,15 +5,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.section import NonNegative, Positive, Section
+from jaxrl_async.config.section import Positive, Section
 
 
 class PivotSection(Section):
     """Continuations of answers, sampled from chosen tokens (pivots) and compared with each
     other."""
 
-    continuations: NonNegative = 0
-    """Continuations sampled from each pivot, in addition to the answer's own; 0: none."""
+    continuations: Positive
+    """Continuations sampled from each pivot, in addition to the answer's own."""
     members: Positive = 1
     """Members of each group whose answers have pivots, chosen at random; at most all."""
     per_member: Positive = 1

@@ -20,10 +20,11 @@ class RewardSection(Section):
     """Folder of a reward model, as written by run.job=reward_model; null: none."""
     model_weight: float = 1.0
     """Weight of the reward model's score, which is added to the function's reward."""
-    judge: JudgeSection = JudgeSection()
-    """A language model that judges answers by a rubric, in addition to functions and model."""
-    process: ProcessSection = ProcessSection()
-    """Rewards of the steps within an answer."""
+    judge: JudgeSection | None = None
+    """A language model that judges answers by a rubric, in addition to functions and model; null:
+    none."""
+    process: ProcessSection | None = None
+    """Rewards of the steps within an answer; null: none."""
     timeout_s: float = Field(30.0, gt=0)
     """Timeout of a function for one answer (for all answers to a prompt if it judges them
     together), seconds."""
@@ -36,9 +37,14 @@ class RewardSection(Section):
     FILE.py:FUNCTION, or functions of a module's top level; it does not share their memory."""
 
     @property
+    def judged(self) -> bool:
+        """Whether a judge scores whole answers."""
+        return self.judge is not None and self.judge.judges_answers
+
+    @property
     def weights(self) -> dict[str, float]:
         """The weight of each function by name; empty: there is no function."""
-        unset = "none" if self.judge.judges_answers else "exact"
+        unset = "none" if self.judged else "exact"
         chosen = unset if self.function is None else self.function
         choices = [c for c in each_of(chosen) if name_of(c) != "none"]
         return {name_of(c): arguments_of(c).get("weight", 1.0) for c in choices}

@@ -158,6 +158,8 @@ def a_head_has_an_even_width(config: Config) -> Iterator[str]:
 def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
     """Require the loss to compare likeliest tokens if the student chooses them."""
     teacher = config.teacher
+    if teacher is None:
+        return
     if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
         yield (
             f"teacher.top_k_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
@@ -170,6 +172,8 @@ def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
 def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
     """Require teacher.path exactly if teacher.source=path."""
     teacher = config.teacher
+    if teacher is None:
+        return
     if (teacher.source == "path") != (teacher.path is not None):
         yield (
             f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
@@ -209,7 +213,7 @@ def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
 def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""
     reward = config.reward
-    others = reward.model is not None or reward.judge.judges_answers or config.task is not None
+    others = reward.model is not None or reward.judged or config.task is not None
     if not reward.weights and not others:
         yield (
             f"reward.function={as_text(reward.function)} leaves no reward at all. Set "
@@ -404,7 +408,7 @@ def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterato
             "sampler.matmul=int8 multiplies with weights in int8, and weights.dtype=float8_e4m3fn "
             "has none. Set weights.dtype=int8 or null, or sampler.matmul=bfloat16."
         )
-    if lora.rank and lora.base in FOUR_BITS:
+    if lora is not None and lora.base in FOUR_BITS:
         yield (
             f"sampler.matmul=int8 multiplies with weights in int8, and model.lora.base={lora.base} "
             "has none. Set model.lora.base=int8 or full, or sampler.matmul=bfloat16."
@@ -449,8 +453,8 @@ def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
     weights = (
         reward.function_weight,
         reward.model_weight,
-        reward.judge.weight,
-        reward.process.weight,
+        1.0 if reward.judge is None else reward.judge.weight,
+        1.0 if reward.process is None else reward.process.weight,
         *reward.weights.values(),
     )
     if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
@@ -538,7 +542,7 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
         "runs": bool(config.runs),
         "seats": bool(config.seats),
         "warm_start.steps": config.warm_start.steps > 0,
-        "model.lora.rank without model.path": config.model.lora.rank > 0
+        "model.lora without model.path": config.model.lora is not None
         and config.model.path is None,
     }
     for setting in (name for name, is_set in kept.items() if is_set):

@@ -127,10 +127,10 @@ class Config(Section):
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    pairs: PairsSection = PairsSection()
+    pairs: PairsSection | None = None
     reference: ReferenceSection = ReferenceSection()
     critic: CriticSection = CriticSection()
-    teacher: TeacherSection = TeacherSection()
+    teacher: TeacherSection | None = None
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()
@@ -153,14 +153,14 @@ class Config(Section):
     @property
     def refers(self) -> bool:
         """Whether run.job=rl keeps a reference policy."""
-        return self.algorithm.kl_coefficient > 0 or self.pairs.refers
+        return self.algorithm.kl_coefficient > 0 or (self.pairs is not None and self.pairs.refers)
 
     @property
     def keeps_masks(self) -> bool:
         """Whether sampling masks go with the tokens to the trainer; by default not where pairs are
         trained on, whose loss is of whole distributions and has no ratio."""
         wanted = self.algorithm.keep_sampling_mask
-        wanted = self.pairs.loss is None if wanted is None else wanted
+        wanted = self.pairs is None if wanted is None else wanted
         return self.sampler.truncates and wanted
 
     @property
