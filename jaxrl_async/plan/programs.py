@@ -84,10 +84,10 @@ def check(config: schema.Config) -> None:
             f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
             "samplers. Set run.job=rl."
         )
-    if config.teacher.source != "none" and config.teacher.form == "loss":
+    if config.teacher is not None and config.teacher.form == "loss":
         raise ConfigError(
             "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
-            "outside the gradient, or teacher.source=none."
+            "outside the gradient, or teacher=null."
         )
     try_own_loss(config.algorithm)
 
@@ -151,7 +151,7 @@ def trainer_programs(
     context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    drops = config.model.lora.rank and config.model.lora.dropout
+    drops = config.model.lora is not None and config.model.lora.dropout > 0
     frozen = Frozen(
         reference=reference(config, spec, mesh) if runs_reference(config) else None,
         base=base_on_trainer(config, spec, mesh),
@@ -363,7 +363,7 @@ def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = Non
 def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     """Return the shapes of what an adapter changes, as the trainer holds it, maybe quantised; None:
     nothing is frozen."""
-    if not config.model.lora.rank:
+    if config.model.lora is None:
         return None
     form = form_of(config.model.lora)
     check_groups(spec, form, mesh, "mesh.trainer")

@@ -162,7 +162,7 @@ def judges(
     config: Config, tokenizer: Tokenizer, faults: FaultCounts, outages: Outages | None
 ) -> JudgeScorers | None:
     """Return the judge and the process rewards; None: neither is configured. Raises ConfigError."""
-    if config.reward.judge.model is None and config.reward.process.function is None:
+    if config.reward.judge is None and config.reward.process is None:
         return None
     made: JudgeScorers = _of("judge.run_judges", "RunJudges")(config, tokenizer, faults, outages)
     return made

@@ -83,7 +83,7 @@ def check_inputs(
     claim_devices(config)
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
-    if config.pairs.loss is not None:
+    if config.pairs is not None:
         pairs_loss(config.pairs.loss)
     task, faults = find_task(config, task), FaultCounts()
     outages = make_outages(config, faults)

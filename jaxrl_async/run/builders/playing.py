@@ -68,11 +68,11 @@ def find_task(config: Config, given: Task | None = None) -> Task:
         if unread := unread_with_records(config, name):
             raise ConfigError("\n".join(unread))
         log.info("the records are those of the task %s", name)
-    if task.plays and (count := config.algorithm.pivots.continuations):
+    if task.plays and (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and the "
-            f"environment or program of task = {name!r} cannot be taken back to an earlier token. "
-            "Set algorithm.pivots.continuations=0, or use a task of rewards alone, over data."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            f"turn, and the environment or program of task = {name!r} cannot be taken back to an "
+            "earlier token. Set algorithm.pivots=null, or use a task with only rewards, over data."
         )
     if not task.plays and not task.rewards:
         raise ConfigError(
@@ -86,10 +86,11 @@ def _for_outsiders(config: Config, task: Task) -> Task:
     ConfigError."""
     if not config.endpoint.external_agents:
         return task
-    if count := config.algorithm.pivots.continuations:
+    if (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and with "
-            "endpoint.external_agents agents play the episodes. Set one of them to 0 or false."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            "turn, and with endpoint.external_agents agents play the episodes. Set pivots=null or "
+            "external_agents=false."
         )
     players = (task.program, task.environment, task.game)
     if task.tools or any(one is not None for one in players):

@@ -200,7 +200,7 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         reuse=buffer.reuse,
         rank=RANKS[buffer.select],
         max_resampled=algorithm.max_resampled,
-        wants_pairs=config.pairs.loss is not None,
+        wants_pairs=config.pairs is not None,
         has_signal=worth_learning(config),
     )
 
@@ -212,7 +212,7 @@ def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
     if algorithm.dynamic_sampling:
         part, least = algorithm.signal_part, algorithm.signal_std
         tests.append(functools.partial(has_signal, part=part, least_std=least))
-    if pairs.loss is not None:
+    if pairs is not None:
         shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
         how, seed = pairs.choose, config.run.seed
         tests.append(functools.partial(has_pair, shapings=shapings, how=how, seed=seed))
@@ -259,9 +259,9 @@ def make_rollouts(
     )
 
 
-def pivot_plan(section: PivotSection, inputs: Inputs) -> PivotPlan | None:
+def pivot_plan(section: PivotSection | None, inputs: Inputs) -> PivotPlan | None:
     """Return from where continuations are drawn; None: from nowhere."""
-    if not section.continuations:
+    if section is None:
         return None
     decode = inputs.tokenizer.decode
 

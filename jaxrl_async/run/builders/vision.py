@@ -96,8 +96,8 @@ def _obstacles(config: Config) -> Iterator[str]:
         f"mesh.trainer.context={context}": context != 1,
         f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
         not in ("auto", "reference"),
-        "teacher.path": c.teacher.path is not None,
-        "pairs.loss": c.pairs.loss is not None,
+        "teacher.path": c.teacher is not None and c.teacher.path is not None,
+        "pairs": c.pairs is not None,
         "reward.model": c.reward.model is not None,
         "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
     }

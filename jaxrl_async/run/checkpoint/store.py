@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.changes import changes
+from jaxrl_async.config.former import renew
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
@@ -455,13 +456,16 @@ def read_learnt(place: Place, step: int, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
-def read_lora(place: Place, step: int) -> LoraSection | None:
-    """Return the adapter's settings that the checkpoint of this step was made with; None: it does
-    not say. Raises CheckpointError."""
+def read_lora(place: Place, step: int, otherwise: LoraSection | None) -> LoraSection | None:
+    """Return the adapter's settings that the checkpoint of this step was made with; None: all
+    weights are trained. Raises CheckpointError.
+
+    otherwise: returned if the checkpoint does not say.
+    """
     folder = place.directory / str(step)
     try:
         loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
-        return lora_section(loop)
+        return lora_section(loop, otherwise)
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
@@ -491,10 +495,11 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
 def check_scale(saved: Saved, config: Config, folder: Path) -> None:
     """Raise CheckpointError if model.lora would scale the saved adapter's change otherwise than it
     was trained: B would stand for other weights."""
-    before = lora_section(saved.loop)
-    if before is None or not before.rank or not config.model.lora.rank:
+    lora = config.model.lora
+    before = lora_section(saved.loop, None)
+    if before is None or lora is None:
         return  # an adapter in place of all weights, or the reverse, has other arrays
-    was, now = scale_of(before), scale_of(config.model.lora)
+    was, now = scale_of(before), scale_of(lora)
     if math.isclose(was, now, rel_tol=1e-6):
         return
     raise CheckpointError(
@@ -505,11 +510,15 @@ def check_scale(saved: Saved, config: Config, folder: Path) -> None:
     )
 
 
-def lora_section(loop: Mapping[str, Any]) -> LoraSection | None:
-    """Return the adapter's settings that a checkpoint was made with (LOOP); None: unknown."""
+def lora_section(loop: Mapping[str, Any], otherwise: LoraSection | None) -> LoraSection | None:
+    """Return the adapter's settings that a checkpoint was made with (LOOP); None: all weights are
+    trained. otherwise: returned if it does not say."""
     settings = yaml.safe_load(loop.get("config", "")) or {}
-    section = settings.get("model", {}).get("lora")
-    return None if section is None else LoraSection.model_validate(section)
+    renew(settings)
+    model = settings.get("model", {})
+    if "lora" not in model:
+        return otherwise
+    return None if model["lora"] is None else LoraSection.model_validate(model["lora"])
 
 
 def changed_keys(before: str, after: str) -> list[str]:
