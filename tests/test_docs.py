@@ -231,6 +231,14 @@ BESIDE = {
     "checkpoint.dir": ["warm_start.steps=0"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
     "teacher.top_k_of": ["teacher={source: self, form: loss, top_k: 8}"],
+    "teacher.form": ["teacher.source=self"],
+    "teacher.rewards": ["teacher={source: self, form: loss}"],
+    "teacher.": ["teacher.source=self"],
+    "pairs.choose": ["pairs.loss=dpo"],
+    "model.lora.": ["model.lora.rank=4"],
+    "reward.judge.": ["reward.judge={model: m, rubric: Good?}"],
+    "reward.process.": ["reward.process.function=mine.py:steps"],
+    "algorithm.pivots.": ["algorithm.pivots.continuations=2"],
 }  # fmt: skip
 """What a setting needs to be read, by how it begins."""
 

@@ -89,7 +89,7 @@ def test_a_judge_may_be_our_own_endpoint():
     judge = JudgeSection(model="m", base_url=f"{rig.endpoint.address}/v1", max_tokens=32)
     desk = JudgeDesk(judge, key=KEY, count=faults.append)
     asked = about_answers(
-        rubric_of(JudgeSection(rubric="Good?")),
+        rubric_of(JudgeSection(model="m", rubric="Good?")),
         JudgedTask(text="2+2"),
         ["4"],
         (0, 10),

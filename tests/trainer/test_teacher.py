@@ -192,7 +192,7 @@ def test_a_users_advantage_that_declares_that_it_needs_values_gets_a_critic(tmp_
     for name in ("critical", "plain"):
         section = schema.AlgorithmSection(advantage=f"{file}:{name}")
         config = config_of(path="x").model_copy(update={"algorithm": section})
-        config = config.model_copy(update={"teacher": schema.TeacherSection()})
+        config = config.model_copy(update={"teacher": None})
         learner = make_learner(config, policy_of(24, 0), SLICES, TOKENIZER)
         assert ("critic" in learner.tree()) == (name == "critical")
 
