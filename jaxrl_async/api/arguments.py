@@ -60,8 +60,8 @@ Data = str | Path | Iterable[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What a caller brings beside settings; see jaxrl_async.train. A mapping is the section of the
-    same name."""
+    """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
+    of the same name."""
 
     model: str | Path | Policy | Mapping[str, Any] | None = None
     data: Data | Mapping[str, Any] | None = None
@@ -101,7 +101,7 @@ def configured(
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
         raise ConfigError(
-            "train: a task by name has rewards of its own, and cannot take functions beside them. "
+            "train: a task by name has its own rewards, and cannot take further functions. "
             "Give reward=FILE.py:FUNCTION, or the task as an object."
         )
     if isinstance(brought.data, str | Path) or job != "rl":
@@ -255,7 +255,7 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    asks = not (task.environment or task.game or task.program)  # nobody else asks the question
+    asks = not (task.environment or task.game or task.program)  # otherwise they ask the question
     train = _renamed(_records(brought.data, "data", plain=asks), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
@@ -282,7 +282,7 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 def _renamed(
     records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
-    """Return records that have, beside their own columns, those that a task looks for; asks: each
+    """Return records with the columns that a task reads, in addition to their own; asks: each
     needs a question. Raises DataError."""
     asked = [columns[c] for c in ("prompt", "messages") if c in columns]
     usual = QUESTIONS if asks else ()
