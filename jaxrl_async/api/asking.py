@@ -15,7 +15,7 @@ from jaxrl_async.endpoint.sampling_request import stop_ids
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.reading import images_of
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import IntArray, Message, Request, SamplingParams

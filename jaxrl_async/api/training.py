@@ -102,8 +102,8 @@ class StepMetrics:
 class Steps:
     """Updates of a run, to iterate over once: the next is made when it is asked for.
 
-    Leaving the `for` early ends the run with everything saved. Between two updates samplers continue
-    as far as the bound on staleness allows.
+    Leaving the `for` early ends the run with everything saved. Between two updates samplers
+    continue as far as the bound on staleness allows.
     """
 
     def __init__(self, **arguments: Any) -> None:

@@ -16,7 +16,8 @@ from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.sessions import Sessions
 from jaxrl_async.endpoint.task_lease import AgentDoor
 from jaxrl_async.errors import Closed, ConfigError
-from jaxrl_async.ports import ChatFormat, Generate
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)

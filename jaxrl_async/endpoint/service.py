@@ -40,7 +40,8 @@ from jaxrl_async.errors import (
     TextTooLong,
 )
 from jaxrl_async.host import give_back_memory
-from jaxrl_async.ports import ChatFormat, Generate
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.types import Episode, Prompt, Score
 
 

@@ -17,7 +17,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.prometheus import KeepsMetrics
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep

@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from jaxrl_async.errors import Closed
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.adapter_change import AdapterChange
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.device.engine import Engine

@@ -36,7 +36,7 @@ from jaxrl_async.model.spec import (
     stacks_in,
     weight_table,
 )
-from jaxrl_async.ports import UNRECORDED, Clock, Schedule
+from jaxrl_async.ports.run import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine

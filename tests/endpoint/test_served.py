@@ -24,7 +24,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.judge.judge import JudgeDesk
 from jaxrl_async.judge.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.run import loop
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams, VersionedParams

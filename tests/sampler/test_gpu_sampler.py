@@ -15,7 +15,7 @@ from jaxrl_async.model import gpu_pages
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.compile_ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths

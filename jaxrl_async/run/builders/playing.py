@@ -17,7 +17,7 @@ from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features

@@ -16,11 +16,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Gate, Generate
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.ports.rollout import Gate
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
@@ -41,7 +40,7 @@ from jaxrl_async.run.replay.player import (
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, VersionedParams
+from jaxrl_async.types import EpisodeGroup, EpisodeLimits, TurnPriority, VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

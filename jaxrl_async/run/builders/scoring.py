@@ -20,7 +20,7 @@ from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths

@@ -7,9 +7,7 @@ from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort
-from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
@@ -20,7 +18,7 @@ from jaxrl_async.run.reporting import Evaluation, StepReporter
 from jaxrl_async.run.shown_answers import answers_writer
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
 
 log = logging.getLogger(__name__)
 
