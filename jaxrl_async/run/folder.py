@@ -18,6 +18,7 @@ from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.run.file_names import free_name, is_inside
+from jaxrl_async.run.signs import SIGNS, WRITERS
 
 log = logging.getLogger(__name__)
 
@@ -352,9 +353,7 @@ def holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-SIGNS = "copied.json"
-"""Which processes have written the folder's copy (run/copies)."""
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS)
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS, WRITERS)
 """Names of what is written before a run makes anything."""
 
 

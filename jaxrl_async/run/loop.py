@@ -52,7 +52,7 @@ from jaxrl_async.run.builders.devices import (
     with_dtype,
 )
 from jaxrl_async.run.builders.playing import key_variables
-from jaxrl_async.run.checkpoint.bucket import bring_back_records
+from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
@@ -224,6 +224,7 @@ def claim_together(
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
         write_config(config.model_copy(update={"run": run}), paths)
+        begin_writing(config.checkpoint, run)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
 

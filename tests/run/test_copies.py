@@ -27,7 +27,7 @@ from jaxrl_async.run.copies.mirror import FolderMirror, TakenOver
 from jaxrl_async.run.copies.place import OWNER, CopyPlace, open_place, whole_checkpoints
 from jaxrl_async.run.copies.start import bring_back
 from jaxrl_async.run.copies.thread import RunCopy
-from jaxrl_async.run.folder import SIGNS
+from jaxrl_async.run.signs import SIGNS
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "memory://bucket/runs"

@@ -29,7 +29,7 @@ from jaxrl_async.config.changes import changes
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
-from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
@@ -134,6 +134,8 @@ class Checkpoints:
         if jax.process_count() > 1:
             try:
                 writing = begin()
+            except FolderLost:
+                raise
             except Exception as error:
                 raise self._write_error(error) from error
             self._pending = self._finisher.submit(self._write, step, lambda: writing)
@@ -238,7 +240,8 @@ class Checkpoints:
             self._swept = True
 
     def wait(self) -> None:
-        """Block until the running save is on disk. Raises CheckpointError if it failed."""
+        """Block until the running save is on disk. Raises CheckpointError if it failed, FolderLost
+        if another trainer writes there now."""
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
@@ -248,9 +251,12 @@ class Checkpoints:
         return self._pending is not None and not self._pending.done()
 
     def _outcome(self) -> BaseException | None:
-        """Wait for the running save; return its error, if any."""
+        """Wait for the running save; return its error, if any. Raises FolderLost."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+        error = None if pending is None else pending.exception()
+        if isinstance(error, FolderLost):
+            raise error
+        return error
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""

@@ -22,7 +22,8 @@ from jaxrl_async.run.copies.place import (
     CopyPlace,
     whole_checkpoints,
 )
-from jaxrl_async.run.folder import SIGNS, WANDB, FolderWatch
+from jaxrl_async.run.folder import WANDB, FolderWatch
+from jaxrl_async.run.signs import SIGNS
 from jaxrl_async.wire.address import JOIN_FILE
 
 STAGE = ".copying"
