@@ -223,8 +223,8 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
-        write_config(config.model_copy(update={"run": run}), paths)
         begin_writing(config.checkpoint, run)
+        write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
 

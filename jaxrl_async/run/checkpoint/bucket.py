@@ -183,6 +183,12 @@ class BucketPlace:
                     self.system.get_file(f"{self.root}/{step}/{name}", str(fresh))
                     fresh.replace(path)
 
+    def record_size(self, step: int, path: Path) -> int:
+        """Return the bytes that a file of the run's had at this step; 0: there was none."""
+        with _as_os_errors(self.directory):
+            facts = self._objects(step).get(f"{RECORDS}/{path.name}")
+        return 0 if facts is None else int(facts["size"])
+
     def writer(self) -> Writer | None:
         """Return the trainer that writes here; None: none has begun."""
         with _as_os_errors(self.directory / WRITER):

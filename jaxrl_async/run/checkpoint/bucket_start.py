@@ -56,14 +56,25 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
 
 def begin_writing(section: CheckpointSection, run: RunSection) -> None:
     """Make this process the trainer that writes a run's checkpoints to its bucket; one that still
-    runs ends at a save of its own. Raises ConfigError."""
+    runs ends at a save of its own. What that has saved since `bring_back_records` is brought, too.
+    Raises ConfigError."""
     if section.dir is None:
         return
-    place, root, sign = open_bucket(section.dir, run.name), Path(run.dir) / run.name, uuid.uuid4()
+    place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
+    sign = uuid.uuid4().hex
     try:
         before = place.writer()
-        add_signs(root / WRITERS, (sign.hex,))  # first: it may be killed in between
-        place.begin(sign.hex)
+        add_signs(paths.root / WRITERS, (sign,))  # first: it may be killed in between
+        place.begin(sign)
+        steps = place.steps()
+        if steps and not run.resume:
+            raise ConfigError(
+                f"{place.directory} (checkpoint.dir): {before or 'another trainer'}, has saved the "
+                "run's first checkpoint while this start was prepared. Start once more, with "
+                "--resume or run.resume_or_start=true."
+            )
+        if steps:
+            _bring_back(place, _newest_whole(place, steps), paths)
     except OSError as error:
         raise unusable(str(place.directory), error) from error
     if before is not None:
@@ -76,7 +87,7 @@ def _bring_back(place: BucketPlace, step: int, paths: Paths) -> None:
     if holds_something(root):
         signs = read_signs(root / WRITERS)
         if writer is None or writer.sign in signs:
-            if _last_step(paths.metrics) >= step:
+            if _reaches(paths, place, step):
                 return
         elif not signs:
             raise ConfigError(
@@ -93,8 +104,12 @@ def _bring_back(place: BucketPlace, step: int, paths: Paths) -> None:
     place.fetch_records(step, paths)
 
 
-def _last_step(metrics: Path) -> int:
-    return max((line["step"] for line in read_lines(metrics) if "step" in line), default=0)
+def _reaches(paths: Paths, place: BucketPlace, step: int) -> bool:
+    """Return whether the metrics here are of this step or later, and the ledger is as long as the
+    checkpoint's: a copy may have been made between the two."""
+    last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
+    size = paths.ledger.stat().st_size if paths.ledger.is_file() else 0
+    return last >= step and size >= place.record_size(step, paths.ledger)
 
 
 def _check_same_place(section: CheckpointSection, run: RunSection) -> None:

@@ -312,8 +312,7 @@ class Checkpoints:
             raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
-            "start anew with run.overwrite=true (the old run is moved aside)."
+            f"the newest says: {_root_cause(failures[0][1])}. {_way_out(self.directory)}."
         ) from failures[0][1]
 
     def _sealed_first(self, steps: Sequence[int]) -> list[int]:
@@ -584,6 +583,14 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
         "permissions and start again with --resume; if the files stay unreadable, move this folder "
         "elsewhere, and the checkpoint before is used."
     )
+
+
+def _way_out(directory: Any) -> str:
+    """Return what to do where no checkpoint can be read."""
+    if isinstance(directory, Path):
+        backup = "Copy the folder from a backup"
+        return f"{backup}, or start anew with run.overwrite=true (the old run is moved aside)"
+    return "Bring their objects back, or choose another run.name to start anew"
 
 
 def _remedy(directory: Any) -> str:

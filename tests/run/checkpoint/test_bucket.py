@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 import numpy as np
 import pytest
+import two_processes
 from object_store import BUCKET, environment, object_store
 from runs import CONFIGS, config_of, weights_of
 
@@ -102,18 +103,33 @@ def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(place, mon
         place.check(1)
 
 
+def away_now(*_: object, **__: object) -> None:
+    raise RuntimeError("503 from the bucket")
+
+
 def test_a_bucket_that_is_away_is_no_damage(place, monkeypatch):
     write(place, 1)
 
-    def away(*_: object, **__: object) -> None:
-        raise RuntimeError("503 from the bucket")
-
-    monkeypatch.setattr(place.system, "find", away)
+    monkeypatch.setattr(place.system, "find", away_now)
     for act in (place.steps, lambda: place.check(1), place.sweep, lambda: place.make_room(2)):
         with pytest.raises(OSError, match="503 from the bucket") as caught:
             act()
         assert is_passing(caught.value)
     monkeypatch.undo()
+
+
+def test_a_save_whose_records_do_not_arrive_is_no_checkpoint(place, tmp_path, monkeypatch):
+    run = made_run(tmp_path / "a", 1)
+    write(place, 1, whole=False)
+    real = place.system.open
+
+    def opened(path: str, *args: object, **more: object) -> object:
+        return away_now() if "/records/" in path else real(path, *args, **more)
+
+    with monkeypatch.context() as away, pytest.raises(OSError, match="503"):
+        away.setattr(place.system, "open", opened)
+        place.complete(1, run)
+    assert place.steps() == [] and "state/d/1" in names(place, 1)
 
 
 def test_older_ones_go_and_the_mark_goes_first(place, monkeypatch):
@@ -153,8 +169,14 @@ def line(step: int, spent_s: float = 1.0) -> str:
 def made_run(folder: Path, *steps: int) -> Paths:
     """A folder as if a trainer had begun in it and recorded these steps."""
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(map(line, steps)))
     begin_writing(SECTION, RunSection(dir=str(folder.parent), name=folder.name))
+    (folder / "metrics.jsonl").write_text("".join(map(line, steps)))
+    return Paths(folder)
+
+
+def begun_elsewhere(folder: Path) -> Paths:
+    """A folder of the same run in which a trainer has taken over."""
+    assert resumed(folder)
     return Paths(folder)
 
 
@@ -216,17 +238,19 @@ def test_a_folder_that_has_made_its_last_lines_anew_was_not_continued_elsewhere(
     assert steps_in(here.root) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("ended", ["before the sign is there", "after"])
+@pytest.mark.parametrize("at", ["add_signs", "begin"])
 def test_a_start_that_was_killed_does_not_make_the_folder_a_stranger(
-    place, tmp_path, monkeypatch, ended
+    place, tmp_path, monkeypatch, at
 ):
     here = made_run(tmp_path / "a", 1)
     write(place, 1, here)
-    run = RunSection(dir=str(tmp_path), name="a", resume=True)
-    with monkeypatch.context() as killed:
-        if ended != "after":
-            killed.setattr(BucketPlace, "begin", lambda self, sign: None)
-        begin_writing(SECTION, run)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(bucket_start if at == "add_signs" else BucketPlace, at, die)
+        begin_writing(SECTION, RunSection(dir=str(tmp_path), name="a", resume=True))
     assert resumed(here.root) and not (tmp_path / "a.1").exists()
 
 
@@ -242,6 +266,37 @@ def test_a_copy_that_is_older_than_the_checkpoint_gets_its_records(place, tmp_pa
     assert resumed(fetched)
     assert steps_in(fetched) == [1, 2, 3] and (fetched / "tensorboard/events").exists()
     assert not (tmp_path / "here/a.1").exists()
+
+
+def test_a_copy_whose_ledger_is_older_than_its_metrics_gets_the_records(place, tmp_path):
+    there = made_run(tmp_path / "there/a", 1, 2)
+    there.ledger.write_text('{"fate": "trained"}\n' * 3)
+    write(place, 2, there)
+    shutil.copytree(there.root, tmp_path / "here/a")
+    (tmp_path / "here/a/ledger.jsonl").write_text('{"fate": "trained"}\n')
+    assert resumed(tmp_path / "here/a")
+    assert (tmp_path / "here/a/ledger.jsonl").read_text() == there.ledger.read_text()
+
+
+def test_what_the_trainer_before_saves_while_another_one_is_prepared_is_brought(place, tmp_path):
+    there = made_run(tmp_path / "there/a", 1)
+    write(place, 1, there)
+    run = RunSection(dir=str(tmp_path / "here"), name="a", resume=True)
+    assert bring_back_records(SECTION, run)
+    there.metrics.write_text(line(1) + line(2))
+    write(writing(place, there), 2, there)
+    begin_writing(SECTION, run)
+    assert steps_in(tmp_path / "here/a") == [1, 2]
+
+
+def test_a_new_run_that_meets_the_first_checkpoint_of_another_is_refused(place, tmp_path):
+    run = RunSection(dir=str(tmp_path / "here"), name="a", resume_or_start=True)
+    assert not bring_back_records(SECTION, run)
+    there = made_run(tmp_path / "there/a", 1)
+    write(place, 1, there)
+    Paths(tmp_path / "here/a").root.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*has saved the run's first"):
+        begin_writing(SECTION, run)
 
 
 def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tmp_path):
@@ -270,7 +325,7 @@ def test_a_trainer_ends_once_another_writes_and_removes_nothing_of_it(place, tmp
     elder = writing(place, first)
     write(elder, 1, first)
     elder.system.pipe_file(f"{AT}/2/state/d/1", b"half")
-    second = made_run(tmp_path / "second/a", 1)
+    second = begun_elsewhere(tmp_path / "second/a")
     write(writing(place, second), 2, second, whole=False)
     before = names(place, 2)
     told = f"written by another trainer now: process {os.getpid()} on {socket.gethostname()}"
@@ -516,6 +571,38 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
     wanted = weights_of(config_of("addition", tmp_path / "alone", *both))
     found = weights_of(config_of("addition", tmp_path / "here", *both))
     assert all(np.array_equal(wanted[key], found[key]) for key in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_killed_run_of_hosts_that_share_no_folder_goes_on_on_others(tmp_path):
+    """The first of them has the folder of what was the second before. What is learnt is what one
+    process learns."""
+    words = ("warm_start.steps=0", "run={name: a, steps: 6}", "checkpoint.every=2", "eval.every=0")
+    two_processes.alone(tmp_path, *words)
+    with object_store() as store:
+        env = environment(store)
+        there = (*words, f"checkpoint.dir={BUCKET}/all", "run.resume_or_start=true")
+
+        def begun(*hosts: str) -> list[subprocess.Popen]:
+            own = tuple(f"run.dir={tmp_path / host}" for host in hosts)
+            return two_processes.start(tmp_path, *there, own=own, more_env=store)
+
+        killed = begun("x", "y")
+        try:
+            end_s = time.monotonic() + 240
+            while max(_steps(env), default=0) < 2:
+                assert time.monotonic() < end_s and all(p.poll() is None for p in killed)
+        finally:
+            for process in killed:
+                process.kill()
+                process.communicate()
+        ended = two_processes.ended(begun("y", "z"))
+        assert [code for code, _ in ended] == [0, 0], [said[-3000:] for _, said in ended]
+        assert _steps(env) == [4, 6]
+    assert not (tmp_path / "z/a/metrics.jsonl").exists()
+    one, two = two_processes.results(tmp_path, "a"), two_processes.results(tmp_path / "y", "a")
+    two_processes.assert_same_run(one, two, atol=1e-5)
 
 
 STEPS = f"""
