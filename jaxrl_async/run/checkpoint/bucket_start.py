@@ -84,7 +84,8 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
 def _bring_back(place: BucketPlace, step: int, paths: Paths) -> None:
     """Bring a run's folder to where its newest checkpoint is. Raises OSError, ConfigError."""
     root, writer = paths.root, place.writer()
-    if holds_something(root):
+    # A host that was not the first of its run has left no metrics, only files such as its trace.
+    if holds_something(root) and (paths.metrics.is_file() or saved_steps(paths.checkpoints)):
         signs = read_signs(root / WRITERS)
         if writer is None or writer.sign in signs:
             if _reaches(paths, place, step):

@@ -308,6 +308,14 @@ def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tm
     assert steps_in(tmp_path / "here/a") == [1]
 
 
+def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_goes_on(place, tmp_path):
+    write(place, 1, made_run(tmp_path / "there/a", 1))
+    (tmp_path / "here/a").mkdir(parents=True)
+    (tmp_path / "here/a/trace.1.json").write_text("[]")
+    assert resumed(tmp_path / "here/a")
+    assert steps_in(tmp_path / "here/a") == [1] and (tmp_path / "here/a/trace.1.json").exists()
+
+
 def test_where_no_checkpoint_is_whole_nothing_begins(place, tmp_path):
     write(place, 1, made_run(tmp_path / "there/a", 1))
     place.system.rm_file(f"{AT}/1/loop/d/1")
