@@ -229,6 +229,7 @@ BESIDE = {
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
     "checkpoint.dir": ["warm_start.steps=0"],
+    "run.resume_or_start": ["run.overwrite=false"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
     "teacher.top_k_of": ["teacher={source: self, form: loss, top_k: 8}"],
     "teacher.form": ["teacher.source=self"],

@@ -60,6 +60,18 @@ def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
         )
 
 
+@rule("run")
+def what_is_continued_is_not_replaced(config: Config) -> Iterator[str]:
+    """Require run.overwrite not to go with what continues a run: nothing is looked at before."""
+    run = config.run
+    for name in ("resume", "resume_or_start"):
+        if run.overwrite and getattr(run, name):
+            yield (
+                f"run.{name} and run.overwrite exclude each other: the first continues a run that "
+                "exists, the second replaces it. Set one of them to false."
+            )
+
+
 @rule()
 def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
     """Require no replay where time decides which members make a group."""
@@ -550,6 +562,19 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
             f"checkpoint.dir does not go with {setting}: the run would need more than its "
             "checkpoints to go on elsewhere. Leave checkpoint.dir out: run.copy_to copies the "
             "whole run to the bucket."
+        )
+
+
+@rule()
+def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
+    """Refuse a copy of the run that holds the checkpoints on the bucket, or lies among them."""
+    places = (config.checkpoint.dir, config.run.copy_to)
+    first, second = (f"{'' if at is None else at.rstrip('/')}/{config.run.name}/" for at in places)
+    if None not in places and (first.startswith(second) or second.startswith(first)):
+        yield (
+            f"checkpoint.dir ({places[0]}) and run.copy_to ({places[1]}) lie in each other for "
+            f"run.name={config.run.name}: a copy that is fetched would bring all checkpoints. Give "
+            "them different addresses."
         )
 
 

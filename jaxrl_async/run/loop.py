@@ -51,7 +51,7 @@ from jaxrl_async.run.builders.devices import (
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.checkpoint.bucket import bring_back_records
+from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
@@ -222,6 +222,7 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
+        begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)

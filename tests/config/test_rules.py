@@ -473,6 +473,11 @@ BROKEN = {
         "checkpoint": {"dir": "gs://bucket/runs"},
         "warm_start": {"steps": 2},
     },
+    "a_copy_and_checkpoints_lie_apart": {
+        "run": {"name": "a", "copy_to": "gs://bucket/runs"},
+        "checkpoint": {"dir": "gs://bucket/runs/"},
+    },
+    "what_is_continued_is_not_replaced": {"run": {"resume_or_start": True, "overwrite": True}},
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },

@@ -30,7 +30,7 @@ from jaxrl_async.config.former import renew
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
-from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
@@ -135,6 +135,8 @@ class Checkpoints:
         if jax.process_count() > 1:
             try:
                 writing = begin()
+            except FolderLost:
+                raise
             except Exception as error:
                 raise self._write_error(error) from error
             self._pending = self._finisher.submit(self._write, step, lambda: writing)
@@ -239,7 +241,8 @@ class Checkpoints:
             self._swept = True
 
     def wait(self) -> None:
-        """Block until the running save is on disk. Raises CheckpointError if it failed."""
+        """Block until the running save is on disk. Raises CheckpointError if it failed, FolderLost
+        if another trainer writes there now."""
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
@@ -249,9 +252,12 @@ class Checkpoints:
         return self._pending is not None and not self._pending.done()
 
     def _outcome(self) -> BaseException | None:
-        """Wait for the running save; return its error, if any."""
+        """Wait for the running save; return its error, if any. Raises FolderLost."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+        error = None if pending is None else pending.exception()
+        if isinstance(error, FolderLost):
+            raise error
+        return error
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""
@@ -307,8 +313,7 @@ class Checkpoints:
             raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
-            "start anew with run.overwrite=true (the old run is moved aside)."
+            f"the newest says: {_root_cause(failures[0][1])}. {_way_out(self.directory)}."
         ) from failures[0][1]
 
     def _sealed_first(self, steps: Sequence[int]) -> list[int]:
@@ -587,6 +592,14 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
         "permissions and start again with --resume; if the files stay unreadable, move this folder "
         "elsewhere, and the checkpoint before is used."
     )
+
+
+def _way_out(directory: Any) -> str:
+    """Return what to do where no checkpoint can be read."""
+    if isinstance(directory, Path):
+        backup = "Copy the folder from a backup"
+        return f"{backup}, or start anew with run.overwrite=true (the old run is moved aside)"
+    return "Bring their objects back, or choose another run.name to start anew"
 
 
 def _remedy(directory: Any) -> str:
