@@ -1,4 +1,4 @@
-"""Which of a run's requests are begun first where they wait for the samplers. Pure host code."""
+"""Priority of a run's requests while they wait for the samplers. Pure host code."""
 
 from dataclasses import dataclass
 
@@ -20,4 +20,4 @@ class TurnPriority:
 
 
 BY_ARRIVAL = TurnPriority()
-"""All requests in the order in which they came."""
+"""All requests in order of arrival."""
