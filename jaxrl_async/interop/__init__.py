@@ -1,2 +1,2 @@
-"""Samplers that are other engines: vLLM servers, JetStream engines, and our sampler behind Tunix's
+"""Other engines as samplers: vLLM servers, JetStream engines, and our sampler behind Tunix's
 protocol."""
