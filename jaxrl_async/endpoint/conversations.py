@@ -34,7 +34,7 @@ class _Said:
     """An answer and everything before it. Shares common prefixes with other answers."""
 
     before: "_Said | None"
-    tokens: IntArray  # after those of `before`: messages of others, and the answer
+    tokens: IntArray  # added after `before`: messages of others, and the answer
     length: int  # total number of tokens
     message: Message  # the answer
 

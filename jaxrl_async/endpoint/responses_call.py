@@ -56,7 +56,7 @@ ROOT_BYTES = 9
 class ResponsesCall:
     """A checked call."""
 
-    chat: ChatCall  # its messages are only those of the input
+    chat: ChatCall  # only the messages of the input
     instructions: str | None = None
     previous: str | None = None  # id of the response that it continues
     stores: bool = True  # whether later calls may continue this one
@@ -65,7 +65,7 @@ class ResponsesCall:
     def messages(self, before: Sequence[Message]) -> tuple[Message, ...]:
         """Return the whole conversation.
 
-        before: that of the response that it continues, including its answer, without instructions.
+        before: conversation up to the previous response, which is included, without instructions.
         """
         said = [*before, *self.chat.messages]
         if self.instructions:

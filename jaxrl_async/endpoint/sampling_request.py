@@ -107,7 +107,7 @@ def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
 
 
 def stop_ids(tokenizer: Tokenizer, chat: ChatFormat | None) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the chat format and of the tokenizer."""
+    """Return the tokens that end an answer, from the chat format and the tokenizer."""
     ids = (*(() if chat is None else chat.stop_token_ids), *tokenizer.eos_ids)
     return tuple(dict.fromkeys(ids))[:MAX_STOP_TOKENS]
 

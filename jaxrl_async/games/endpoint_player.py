@@ -47,7 +47,7 @@ class EndpointDesk:
             filling: the endpoint, its limits and retries.
             path: name of the setting, for error messages.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: those of the run; None: a new object.
+            outages: Outages of the run; None: a new object.
             environ: environment variables with the API key.
         """
         self._filling, self._path, self._count = filling, path, count

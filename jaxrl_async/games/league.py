@@ -75,7 +75,7 @@ class RunOpponents:
             chat: the policy's format; None: it has none.
             spec: the policy's spec.
             faults: counts recovered faults.
-            outages: those of endpoints; None: a new object for each.
+            outages: Outages of the endpoints; None: a new object for each.
         """
         self.opponents: Opponents | None = None
         self._policy: Policy | None = None
@@ -156,7 +156,7 @@ class RunOpponents:
         ConfigError.
 
         Args:
-            paths: those of the run, with its snapshots.
+            paths: paths of the run, with its snapshots.
             version: version of the policy.
             policy: the policy at the start or resume of the run.
             slices: opponents' weights are placed on the first sampler's devices.

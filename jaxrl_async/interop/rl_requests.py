@@ -237,7 +237,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _stops(wishes: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the tokenizer and of the request."""
+    """Return the tokens that end an answer, from the tokenizer and the request."""
     own = wishes.get("stop_token_ids", ())
     if isinstance(own, str) or not isinstance(own, Iterable):
         raise RolloutError(f"stop_token_ids must be a list of token ids, not {own!r:.80}.")

@@ -100,7 +100,7 @@ class JudgeDesk:
             section: endpoint, limits and retries.
             key: API key of the endpoint; None: not needed.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: those of the run; None: a new object.
+            outages: Outages of the run; None: a new object.
         """
         self.outages = outages or Outages(count=count)
         self.name = f"the judge at {section.base_url}"

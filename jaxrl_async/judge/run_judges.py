@@ -40,7 +40,7 @@ class RunJudges:
             config: reward.judge and reward.process.
             tokenizer: decodes the tokens that are judged.
             faults: counts recovered faults.
-            outages: those of the judge's endpoint; None: a new object.
+            outages: Outages of the endpoint; None: a new object.
         """
         self._reward, self._tokenizer, self._count = config.reward, tokenizer, faults.add
         judge = config.reward.judge

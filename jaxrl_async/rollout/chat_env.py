@@ -99,7 +99,7 @@ class ChatEnvs:
             chat: the policy's format.
             limits: limits of each episode.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: those of the run; None: a new object.
+            outages: Outages of the run; None: a new object.
         """
         self.outages = outages or Outages(count=count)
         self.task, self.chat, self.limits, self.count = task, chat, limits, count
