@@ -20,9 +20,9 @@ from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import IntArray
 
 MAX_PROMPT = 2**24
-"""Most token ids of a prompt that are read; the sampler takes fewer, and says so."""
+"""Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
 USUAL_TOKENS = 16
-"""Tokens of an answer if the client does not say, as OpenAI has it."""
+"""Default for the maximum tokens of an answer, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class TextCall:
 
 
 def text_call(body: Any) -> TextCall:
-    """Return the call of a body. Raises CallRefused, which names the field."""
+    """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     logprobs = fields.whole("logprobs", 0)
     if logprobs is not None and logprobs > 1:
-        fields.refuse("logprobs", "0 or 1: the sampler knows the drawn token's alone")
+        fields.refuse("logprobs", "0 or 1: only the sampled token's log-prob is known")
     prompt = fields.value("prompt")
     if isinstance(prompt, list):
         if len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -72,7 +72,7 @@ def text_call(body: Any) -> TextCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWriter:
-    """Writes the answer to one call, whole or as a stream's chunks."""
+    """Writes the answer to one call, as a body or as stream chunks."""
 
     call: TextCall
     heading: Heading
@@ -80,7 +80,7 @@ class TextWriter:
     words: Words
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the answer whole."""
+        """Return the complete answer."""
         choices = []
         for i, answer in enumerate(answers):
             drawn = answer.completion
@@ -91,13 +91,13 @@ class TextWriter:
         return {**self._frame(choices), "usage": usage}
 
     def grow(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> list[dict[str, Any]]:
-        """Return the chunk of some more of a choice.
+        """Return the next chunk of a choice.
 
         Args:
-            index: of the choice.
-            text: that can be sent.
-            row: tokens drawn since the last time.
-            flow: has taken the tokens before these, and takes these.
+            index: index of the choice.
+            text: the text that can be sent.
+            row: tokens since the last chunk.
+            flow: has processed the tokens before these, and processes these.
         """
         wants_tokens = self.call.token_ids or self.call.logprobs is not None
         if not text and not (wants_tokens and len(row.token_ids)):
@@ -113,7 +113,7 @@ class TextWriter:
         return [self._frame([{**last, **self._end(answer)}])]
 
     def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """Return what follows the last choice."""
+        """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()

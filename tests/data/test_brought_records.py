@@ -469,7 +469,7 @@ def test_the_tools_of_a_tasks_record_are_shown_where_no_environment_plays(tmp_pa
         opened({**columns, "tools": ["hammer"]})
     template = tmp_path / "bare.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}<assistant>")
-    with pytest.raises(RolloutError, match="leaves out the tools"):
+    with pytest.raises(RolloutError, match="does not show the tools"):
         opened(columns, str(template))
 
     class Own(Environment):

@@ -98,7 +98,7 @@ async def test_the_log_and_the_error_name_what_a_command_does_not_see(monkeypatc
     caplog.clear()
     shown = Command(["sh", "-c", "exit 3"], {"JUDGES_KEY"}, tuple(UNSEEN))
     assert not caplog.messages and UNSEEN.items() <= shown._environ.items()
-    with pytest.raises(RolloutError, match=r"wrote: nothing$"):
+    with pytest.raises(RolloutError, match=r"output: nothing$"):
         await shown(SESSION)
 
 

@@ -100,7 +100,7 @@ async def test_what_all_leave_fails_its_group_and_says_why():
     for _ in range(2):
         (await taken(members)).give_up("no disk")
     (await taken(members)).finish()
-    with pytest.raises(RolloutError, match=r"3 agents in a row .* without a token"):
+    with pytest.raises(RolloutError, match=r"3 consecutive agents .* without a token"):
         await playing
 
 
