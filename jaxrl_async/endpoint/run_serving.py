@@ -54,8 +54,8 @@ class RunServing:
         self.lobby = Lobby()
         if section.external_agents and not self._agent_key:
             raise ConfigError(
-                "endpoint.external_agents: external agents need a key. Set the environment variable "
-                f"{section.agent_key_variable} (endpoint.agent_key_variable) to one."
+                "endpoint.external_agents: external agents need a key. Set the environment "
+                f"variable {section.agent_key_variable} (endpoint.agent_key_variable) to one."
             )
         if section.external_agents and self._agent_key == self._guest_key:
             raise ConfigError(
