@@ -71,9 +71,8 @@ def begin_copy(run: RunSection, place: CopyPlace, sign: str) -> None:
             if not run.overwrite:
                 raise _taken(place)
             log.warning("moved %s aside, to %s", place.address, place.move_aside())
-        add_signs(
-            Path(run.dir) / run.name / SIGNS, (sign,)
-        )  # first: the process may be killed here
+        # first: the process may be killed here
+        add_signs(Path(run.dir) / run.name / SIGNS, (sign,))
         place.take(sign)
     except ConfigError:
         raise
