@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports.sampling import Departure
+from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.arrivals import Arrivals
 from jaxrl_async.remote.sampler.outstanding import (
     Outstanding,
