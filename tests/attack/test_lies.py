@@ -109,7 +109,7 @@ def test_a_version_older_than_the_samplers_own_is_refused() -> None:
 def test_what_another_sampler_drew_keeps_its_versions_and_nobody_changes_it() -> None:
     versions = np.array([40, 41, 50, 50], np.int32)
     assert answered(BEGUN, versions=versions, oldest=50) is not None
-    with pytest.raises(RolloutError, match="of version 49"):
+    with pytest.raises(RolloutError, match="has version 49"):
         answered(BEGUN, versions=np.array([40, 41, 49, 50], np.int32), oldest=50)
     with pytest.raises(RolloutError, match="versions do not begin with the given ones"):
         answered(BEGUN, versions=np.array([41, 41, 50, 50], np.int32), oldest=50)

@@ -198,7 +198,7 @@ def test_one_that_claims_what_it_cannot_have_is_cut_off():
         honest, liar = side.join("honest").begin(), side.join("liar").begin()
         liar.pair.sampler.send(Live(version=999))
         eventually(lambda: liar.pair.trainer.ended)
-        assert "draws from version 999" in liar.pair.trainer.ended
+        assert "generates with version 999" in liar.pair.trainer.ended
         other = side.join("other")
         other.pair.sampler.send(Staged(version=5, num_bytes=1, seconds=0.0, source=""))
         eventually(lambda: other.pair.trainer.ended)
