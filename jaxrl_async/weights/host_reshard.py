@@ -20,7 +20,7 @@ Index = tuple[Any, ...]
 
 
 class HostReshard:
-    """Reshards from the shardings of the first given tree to those of a target. Thread-safe.
+    """Reshards from the shardings of the first given tree to a target's. Thread-safe.
 
     The memory of a released set of weights is kept for the next one.
     """

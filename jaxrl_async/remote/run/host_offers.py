@@ -129,7 +129,7 @@ class HostOffers:
             if time.monotonic() > until:
                 raise WeightsError(
                     f"process {index} of the trainer did not offer version {version} within "
-                    f"{self._timeout_s:g} s. Look at its log."
+                    f"{self._timeout_s:g} s. Check its log."
                 )
             time.sleep(LOOK_S)
 

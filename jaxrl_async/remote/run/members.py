@@ -1,9 +1,9 @@
 """The trainer's side of samplers in separate processes: admits them and gives them their
 configuration.
 
-    Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a seat of the router
+    Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a router replica
       ^                                   │                                      │
-      └── refused, with the reason        └── the session ends: the end leaves ──┴─ the seat is gone
+      └── refused, with the reason        └── the session ends: the end leaves ──┴─ it is removed
 
 The hub listens for the whole run; its address is in the run's folder.
 """
@@ -166,7 +166,7 @@ class Members:
 
         Args:
             stop: ends the wait.
-            started: supervises the processes that the run starts itself, all of which must have
+            started: supervises the processes that the run starts itself, which must all have
                 joined. Returns their number, and raises RolloutError if they fail.
 
         Raises RolloutError if fewer than remote.least have joined after remote.wait_s.
@@ -311,7 +311,7 @@ class Members:
 
     def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)
-        log.info("%s is generating; seat %d", hello.name, seat)
+        log.info("%s is generating as replica %d", hello.name, seat)
         with self._changed:
             if self._is_held(hello.name, session):
                 self._drawing.add(hello.name)

@@ -236,8 +236,7 @@ def _own_sampler(
 
 
 def own_host(trainer: str) -> str:
-    """Return this machine's address for other samplers: that of the interface towards the
-    trainer."""
+    """Return this machine's address for other samplers, on the interface towards the trainer."""
     try:
         host = locate_trainer(trainer).address.host
         family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]

@@ -45,8 +45,7 @@ NO_CHANGE = _Change()
 
 class OfferRelay:
     """The leader's session with the trainer, as seen by its own source of weights (ports.Session).
-    Offers are also sent to the followers, and the source's reports count as those of one
-    process."""
+    Offers are also sent to the followers, and the source's reports count as one process's."""
 
     def __init__(self, trainer: Session, followers: Sequence[Session]) -> None:
         self._trainer, self._followers = trainer, tuple(followers)

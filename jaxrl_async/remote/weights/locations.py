@@ -52,7 +52,7 @@ class Whereabouts:
 
     @property
     def on_devices(self) -> bool:
-        """True if the checksums are those of weights.checksum, of arrays on devices."""
+        """True if the checksums are by weights.checksum, of arrays on devices."""
         return all(holder.on_devices for holder in self.holders)
 
 

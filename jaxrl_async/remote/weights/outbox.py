@@ -208,7 +208,7 @@ class WeightOutbox:
         with self._changed:
             if self._transfers.torn(taker, version, self._clock()):
                 self._count("torn_transfers")
-                self._repeat(taker, f"version {version} arrived corrupted or incomplete: {error}")
+                self._repeat(taker, f"the transfer of version {version} failed: {error}")
             self._look()
 
     def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:

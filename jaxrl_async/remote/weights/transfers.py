@@ -6,7 +6,7 @@
 
 A sampler fetches one version at a time. When that version is live, it is offered the newest one. A
 slow sampler therefore skips versions, and the others do not wait for it. At most two versions are
-kept: the newest, for samplers that join, and the one that a slow sampler still fetches.
+kept: the newest, for samplers that join, and the version that a slow sampler still fetches.
 
 If a sampler tries to join with weights older than the live version, its next transfer holds the
 live version: it does not advance past that offer until the sampler has joined. Otherwise a sampler

@@ -41,7 +41,7 @@ def dial(
     Args:
         where: see address.locate_trainer; looked up before each attempt.
         secret: see secret.read_secret; empty: the secret that the trainer generated for this start,
-            if it did (address.JoinPlace). The session's `secret` is the one that both sides proved.
+            if it did (address.JoinPlace). The session's `secret` was proved by both sides.
         tls: None: not encrypted.
         timeout_s: maximum time for all attempts.
         stopped: called between two attempts; True ends them.

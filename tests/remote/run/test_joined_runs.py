@@ -126,7 +126,7 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
             assert run.code(name) in (1, 2), name
             said = run.said(name)
             assert words in said and "Traceback" not in said, said
-        run.until_said("wide", "draws for run")
+        run.until_said("wide", "generating for run")
         run.until_step(run.step + 2)
         run.signal("trainer", signal.SIGTERM)
         assert run.code("trainer") == 75 and not run.problems()

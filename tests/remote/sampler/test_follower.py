@@ -98,7 +98,7 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
 
 def test_a_follower_that_was_made_otherwise_is_refused():
     two = Two(replace(CASE, section={"block": 8}))
-    with pytest.raises(JoinRefused, match=r"process 1.*other settings"):
+    with pytest.raises(JoinRefused, match=r"process 1.*different settings"):
         two.crew.wait_ready(two.setup, WAIT_S)
     two.crew.dismiss()
     two.follower.result(WAIT_S)

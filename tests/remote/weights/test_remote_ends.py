@@ -156,7 +156,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         good.draw_from(1)
         side.channel.wait_live(1, 30)
         eventually(lambda: bad.pair.sampler.ended)  # it hears of that later than the trainer
-        assert "did not reach bad in 3 tries" in bad.pair.sampler.ended
+        assert "did not reach bad in 3 attempts" in bad.pair.sampler.ended
         assert "the line is broken" in bad.pair.sampler.ended
         assert side.counted() == {
             "torn_transfers": 3, "transfer_retries": 3, "transfers_given_up": 1

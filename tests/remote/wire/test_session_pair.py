@@ -119,7 +119,7 @@ def test_a_reader_that_takes_nothing_is_given_up() -> None:
 
 
 def test_what_is_no_message_or_too_large_is_refused_at_the_sender(pair: SessionPair) -> None:
-    with pytest.raises(TypeError, match="no message"):
+    with pytest.raises(TypeError, match="not a message"):
         pair.sampler.send({"a": 1})
     with pytest.raises(ConfigError, match=r"remote\.max_message_mib"):
         pair.sampler.send(Answers(completions=(completion(1_000_000),)))
