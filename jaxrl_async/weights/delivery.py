@@ -1,8 +1,8 @@
 """The transfer of one update to one sampler. Immutable: each step returns the next state.
 
-send ──all arrays arrived──> arrived ──finish──> finished ──checksums agree──> valid
-  ^                                                              │
-  └───────────────────────── repeat, once ──────────────── torn ─┘
+send ──all arrays there──> arrived ──finish──> finished ──checksums agree──> valid
+  ^                                                                │
+  └───────────────────────── repeat, once ────────────── corrupted ┘
 """
 
 from dataclasses import dataclass, replace

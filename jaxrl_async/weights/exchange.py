@@ -93,7 +93,7 @@ class Exchange:
         `tell` afterwards, without it."""
         if self._holds_back(self.last_late):
             return
-        # the last sampler found is likely the last to swap: this avoids scanning all samplers
+        # the last sampler to join is likely the last to swap, so few searches scan all samplers
         self.last_late = next(filter(self._holds_back, reversed(self.standings)), None)
         if self.last_late is not None:
             return

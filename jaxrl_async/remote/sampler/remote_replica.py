@@ -1,8 +1,8 @@
 """A sampler in another process as a replica of the router: the trainer's side.
 
     start_many ──> unsent ──Start, as it has room──> │ wire │ ──Answers──> checked ──> futures
-    cancelled futures ──────────────one Cancel────> │      │
-    progress, save ────────────────────────Ask────> │      │ ──RemoteReply──> the caller
+    cancelled futures ───────────────one Cancel────> │      │
+    progress, save ─────────────────────────Ask────> │      │ ──RemoteReply──> the caller
 
 RemoteReplica is the interface for other threads. A separate thread sends (sender.py), so callers
 never wait for the connection; the session's thread receives (arrivals.py). They share the

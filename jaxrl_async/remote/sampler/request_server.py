@@ -1,9 +1,9 @@
 """Serves a sampler over a session: the sampler's side, in its own process.
 
     │ wire │ ──Start, Cancel──> Sampler ──futures──> done ──one Answers for all──> │ wire │
-    │      │ ──Ask──> asking thread: progress, save ────────────────────RemoteReply───> │      │
-    │      │ ──Profile──> asking thread: a trace of this process ──────Profiled──────> │      │
-    │      │ ──Leave, or a signal──> partials, between two blocks ─────Leaving─> │      │
+    │      │ ──Ask──> asking thread: progress, save ───────────────RemoteReply──> │      │
+    │      │ ──Profile──> asking thread: a trace of this process ──Profiled─────> │      │
+    │      │ ──Leave, or a signal──> partials, between two blocks ──Leaving─────> │      │
 
 Each request is answered or handed back exactly once; a cancelled request is answered by a
 RemoteFailure. Requests that arrive after the decision to leave are ignored: the trainer reassigns

@@ -1,10 +1,10 @@
 """Mutual proof of a shared secret, which itself is never sent.
 
-asking side                          answering side
+    asks                               answers
       │ nonce ─────────────────────────────> │
       │ <───────────────────────────── nonce │
-      │ proof of the asking side ──────────> │   wrong: it hangs up and says so
-      │ <──────── proof of the answering side │   wrong: the same
+      │ its proof ─────────────────────────> │   wrong: it hangs up and says so
+      │ <───────────────────────── its proof │   wrong: the same
 
 A proof is HMAC-SHA256(secret, purpose, side, both nonces): it is valid for no other connection,
 purpose or direction. Without TLS, an attacker who can modify packets in transit can still do so
