@@ -476,7 +476,7 @@ def test_open_files_are_allowed_for_all_connections_as_far_as_the_system_lets(mo
     monkeypatch.setattr(hub_module.resource, "getrlimit", lambda kind: tuple(limits))
     monkeypatch.setattr(hub_module.resource, "setrlimit", allow)
     assert hub_module._half_of_files(6000) == 2048 and asked == [(4096, 4096)]
-    assert "4096 open files (ulimit -n) allow 2048 connections" in caplog.text
+    assert "4096 open files (ulimit -n) allow 2048 sampler connections" in caplog.text
     limits[:] = [1024, 20_000]
     assert hub_module._half_of_files(6000) == 6000 and asked[-1] == (12_000, 20_000)
     assert hub_module._half_of_files(6000) == 6000 and len(asked) == 2
