@@ -34,7 +34,7 @@ def test_a_question_is_its_text_and_an_answer_ends_with_the_end_token():
     ],
 )
 def test_another_conversation_is_refused_with_what_to_set(messages, tools, said):
-    with pytest.raises(DataError, match=rf"not one question but {said}.*data\.chat_format"):
+    with pytest.raises(DataError, match=rf"not a single question but {said}.*data\.chat_format"):
         PlainFormat(character_tokenizer("123+=")).opening(messages, tools)
 
 
