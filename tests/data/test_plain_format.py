@@ -8,6 +8,7 @@ from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.run.builders.playing import make_play
+from jaxrl_async.run.optional_parts import NoOpponents, NoServing
 from jaxrl_async.tasks.task import Task
 
 ASKED = {"role": "user", "content": "1+2="}
@@ -46,7 +47,9 @@ def test_a_tasks_questions_need_no_chat_template_and_a_system_prompt_does(tmp_pa
         records = tuple({"question": q, "answer": "3"} for q in ("1+2=", "2+1="))
         task = Task(records=records, reward=lambda completion: 1.0, **parts)
         config = load(str(tmp_path / "empty.yaml"), ["data.max_prompt_tokens=8"])
-        return make_play(config, task, tokenizer, lambda name, number: None, serving=None)
+        return make_play(
+            config, task, tokenizer, lambda name, number: None, NoServing(), NoOpponents()
+        )
 
     play = played()
     assert play.stop_token_ids == tokenizer.eos_ids and play.own is not None
