@@ -199,6 +199,6 @@ def test_what_cannot_be_is_refused_before_the_run(runs: Path, monkeypatch) -> No
     with pytest.raises(ConfigError, match=r"reads the matrix up by weight\(\)"):
         train(reads)
     monkeypatch.setattr(own_code, "_loaded", {})
-    with pytest.raises(CheckpointError, match="never run unasked"):
+    with pytest.raises(CheckpointError, match="never run without permission"):
         train(config_of("sft", runs, *common, of(runs)))
     assert not (runs / "refused" / "policy").exists()
