@@ -267,7 +267,7 @@ def only_an_index(folder):
         (tensors(lambda w: w.update(x=np.zeros(2))), "not part of this model (x)"),
         (tensors(lambda w: w.update({NORM: np.zeros(8)})), "is [8], not [16]"),
         (tensors(lambda w: w.update({NORM: np.zeros(16, np.int8)})), "quantised"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors here"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors found"),
         (only_a_pickle, "pytorch_model.bin may be a pickle"),
         (cut, "not a complete safetensors file"),
         (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "contains NaN"),
