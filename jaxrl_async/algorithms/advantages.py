@@ -271,7 +271,7 @@ def gdpo(
 
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
     al. 2026 (arXiv:2601.05242). Weights default to 1. The part `shaping` is what shaping added to
-    the reward. The part `tokens` is the sum of token rewards, less those that a named part includes
+    the reward. The part `tokens` is the sum of token rewards, less the rewards in named parts
     (such as rewards of an environment's turns). A reward without parts is the part `reward`. A
     weight of a part that no score of the step names has no effect; `check_weights` checks the names
     before the run.

@@ -99,7 +99,7 @@ COLUMNS: dict[str, Column] = {
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the devices; [rows, length] each, divided as mesh.batch_sharding says."""
+    """A micro-batch on the devices; [rows, length] each, sharded by mesh.batch_sharding."""
 
     token_ids: Array
     positions: Array

@@ -7,7 +7,7 @@ A loss uses the ratio r = policy / anchor. With `algorithm.anchor=behavior` the 
 distribution that the token was sampled from, and r is the whole importance ratio. With `proximal`
 the anchor is the policy at the start of the step, and the corrections (corrections.py) handle
 proximal / behaviour: decoupled PPO (AReaL, arXiv:2505.24298). All losses here can be decoupled,
-except those whose weight is a function of the whole ratio (topr, vespo).
+except losses whose weight is a function of the whole ratio (topr, vespo).
 """
 
 from collections.abc import Callable, Mapping

@@ -90,8 +90,8 @@ def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
 
 
 def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
-    """Keep the frequencies that turn more than beta_fast times in the original context, divide
-    those below beta_slow by `factor`, interpolate linearly between."""
+    """Keep frequencies with more than beta_fast turns in the original context, divide frequencies
+    with less than beta_slow by `factor`, interpolate linearly between."""
     half = frequencies.shape[0]
 
     def place(turns: float) -> float:

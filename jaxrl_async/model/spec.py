@@ -300,7 +300,7 @@ class Weight:
     """Whether weight decay applies: to matrices, not to norms and biases. None, for a user's own
     weights: if the initial values are random."""
     fan_in: int = 1  # fan_in ** -0.5 is the standard deviation (normal) or the bound (uniform)
-    hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} if stacked over those
+    hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} for stacked dimensions
     hf_shape: tuple[int, ...] = ()  # shape of one tensor in the file (a Linear stores [out, in])
     hf_rows: tuple[int, int] | None = None
     """Range of the rows with this weight, end exclusive; hf_shape counts all. None: all."""

@@ -37,7 +37,7 @@ _SIZES = (
 
 
 def _of(*sizes: int | None, **more: Any) -> dict[str, Any]:
-    """Return a family's defaults: _SIZES in their order, without those that are None, and more."""
+    """Return a family's defaults: the values of _SIZES, in order and without None, and `more`."""
     said = dict(zip(_SIZES, sizes, strict=True))
     return {key: value for key, value in said.items() if value is not None} | more
 
