@@ -6,7 +6,7 @@ from jaxrl_async.staleness import drop_reason
 from jaxrl_async.types import Drop, EpisodeGroup
 
 
-class Judge:
+class Eligibility:
     """Finds the groups that may not be trained on. A waiting trainer checks after each new group,
     so groups that were fit at the last check are not checked again. Not locked."""
 

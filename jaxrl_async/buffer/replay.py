@@ -32,7 +32,7 @@ from jaxrl_async.buffer.contents import (
     LastDraw,
     lengths,
 )
-from jaxrl_async.buffer.eligibility import Judge
+from jaxrl_async.buffer.eligibility import Eligibility
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
@@ -133,7 +133,8 @@ class ReplayBuffer:
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
-        self._judge, self._judge_again = Judge(), Judge()  # for ready groups, for kept groups
+        # for ready groups, for kept groups
+        self._judge, self._judge_again = Eligibility(), Eligibility()
         self._last_draw = LastDraw()
         # while a draw waits, only a group with at most this number can fill its step; None: check
         self._waits_for: int | None = None

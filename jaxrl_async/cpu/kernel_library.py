@@ -51,18 +51,18 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class CpuKernels:
     """The sources and kernels of one library."""
 
     files: tuple[str, ...]  # the first is compiled; it includes the others
     names: tuple[str, ...]
 
 
-SAMPLING = Kernels(
+SAMPLING = CpuKernels(
     files=("kernels.cc", "attention.h", "product.h", "tiles.h", "tasks.h"),
     names=("product", "rotate", "attend", "attend_new"),
 )
-TRAINING = Kernels(
+TRAINING = CpuKernels(
     files=("training.cc", "parts.h", "tiles.h", "tasks.h"),
     names=("multiply", "flash", "flash_back", "choose", "choose_back"),
 )
@@ -71,7 +71,7 @@ _locks = {SAMPLING: threading.Lock(), TRAINING: threading.Lock()}
 _log = logging.getLogger(__name__)
 
 
-def kernels_are_there(kernels: Kernels) -> bool:
+def kernels_are_there(kernels: CpuKernels) -> bool:
     """Build and register the kernels, once per process; return whether XLA can call them.
 
     If they cannot be built, the reason and the remedy are logged.
@@ -88,7 +88,7 @@ def multiplies_in_parts() -> bool:
 
 
 @functools.cache
-def _are_there(kernels: Kernels) -> bool:
+def _are_there(kernels: CpuKernels) -> bool:
     if not is_written_for_this():
         return False  # without a warning: users cannot change it
     try:
@@ -106,7 +106,7 @@ def _are_there(kernels: Kernels) -> bool:
 
 
 @functools.cache
-def _loaded(kernels: Kernels) -> ctypes.CDLL:
+def _loaded(kernels: CpuKernels) -> ctypes.CDLL:
     """Load a library; build it unless a valid one exists. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
     name = f"{_key(kernels, compiler)}.so"
@@ -149,7 +149,7 @@ def _own_content(path: Path) -> bytes:
         return file.read()
 
 
-def _opened(content: bytes, path: Path, kernels: Kernels) -> ctypes.CDLL:
+def _opened(content: bytes, path: Path, kernels: CpuKernels) -> ctypes.CDLL:
     """Load a library from memory, which later changes of its file do not affect; from the file if
     the system cannot load from memory. Raises OSError."""
     try:
@@ -195,7 +195,7 @@ def target_of(name: str) -> str:
     return f"jaxrl_async.{name}"
 
 
-def _key(kernels: Kernels, compiler: str) -> str:
+def _key(kernels: CpuKernels, compiler: str) -> str:
     """Return the name of a library. Raises OSError."""
     sources = [Path(__file__).with_name(name) for name in kernels.files]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)

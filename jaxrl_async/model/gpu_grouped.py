@@ -29,7 +29,7 @@ LEAST = 16
 """Minimum side of a product on tensor cores."""
 
 
-class Tiles(NamedTuple):
+class GroupTiles(NamedTuple):
     """The rows of each tile, [tiles] int32; tiles after the last are empty."""
 
     group: Array
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
     end: Array
 
 
-def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
+def tiles_of(sizes: Array, rows: int, block: int) -> GroupTiles:
     """Divide groups with at most `rows` rows in total into tiles of `block` rows."""
     ends = jnp.cumsum(sizes)
     counts = (sizes + block - 1) // block
@@ -48,7 +48,7 @@ def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
     group = jnp.minimum(group, len(sizes) - 1)
     first = (ends - sizes)[group] + (tile - (last - counts)[group]) * block
     end = jnp.where(there, jnp.minimum(first + block, ends[group]), 0)
-    return Tiles(group, jnp.where(there, first, 0).astype(jnp.int32), end.astype(jnp.int32))
+    return GroupTiles(group, jnp.where(there, first, 0).astype(jnp.int32), end.astype(jnp.int32))
 
 
 def grouped_product_on_gpu(

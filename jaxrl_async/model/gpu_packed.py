@@ -80,7 +80,7 @@ def _begins(segment_ids_BT: Array) -> Array:
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
 
-class Kernels(NamedTuple):
+class PackedKernels(NamedTuple):
     """cuDNN's attention of q, k, v [B, T, H, K], causal within segments; window 0: no window."""
 
     attend: Callable[[Array, Array, Array, Offsets, float, int], Array]
@@ -91,7 +91,7 @@ class Kernels(NamedTuple):
     """(..., out, sums, gradient of out) -> gradients."""
 
 
-class Passes(NamedTuple):
+class KernelPasses(NamedTuple):
     """One branch: an attention of q [B, T, H, K], k and v [B, T, N, K] and segment ids [B, T].
     All branches return sums of the same shape."""
 
@@ -196,7 +196,7 @@ def _private() -> Any:
     return private
 
 
-CUDNN = Kernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
+CUDNN = PackedKernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
 
 
 # ---- the attention
@@ -210,7 +210,7 @@ def cudnn(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
-    kernels: Kernels = CUDNN,
+    kernels: PackedKernels = CUDNN,
 ) -> Array:
     """Attend causally within contiguous segments with cuDNN, or with gpu_flash.flash if a row has
     more than MOST_SEGMENTS segments.
@@ -246,7 +246,7 @@ def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
         )
 
 
-def _by_offsets(kernels: Kernels, window: int) -> Passes:
+def _by_offsets(kernels: PackedKernels, window: int) -> KernelPasses:
     """Return cuDNN's passes, for any number of kv heads and any length."""
 
     def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
@@ -267,10 +267,10 @@ def _by_offsets(kernels: Kernels, window: int) -> Passes:
         dq, dk, dv = pull(back)
         return dq, dk, dv
 
-    return Passes(attend, forward, backward)
+    return KernelPasses(attend, forward, backward)
 
 
-def _by_flash(scoring: Scoring) -> Passes:
+def _by_flash(scoring: Scoring) -> KernelPasses:
     """Return gpu_flash's passes, with sums in cuDNN's shape; only their first rows are used."""
 
     def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
@@ -287,7 +287,7 @@ def _by_flash(scoring: Scoring) -> Passes:
         B, T = segment_ids.shape
         return flash_backward(q, k, v, segment_ids, scoring, out, sums[:B, :, :T], grad)
 
-    return Passes(attend, forward, backward)
+    return KernelPasses(attend, forward, backward)
 
 
 def _whole(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -308,7 +308,9 @@ def _padded_offsets(segment_ids_BT: Array) -> Offsets:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _either(q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes) -> Array:
+def _either(
+    q: Array, k: Array, v: Array, segments: Array, one: KernelPasses, other: KernelPasses
+) -> Array:
     """Attend with `one` if the segments are few enough for cuDNN, else with `other`."""
     few = _is_few(segments)
     out: Array = jax.lax.cond(few, one.attend, other.attend, q, k, v, segments)
@@ -321,7 +323,7 @@ def _is_few(segments: Array) -> Array:
 
 
 def _either_forward(
-    q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes
+    q: Array, k: Array, v: Array, segments: Array, one: KernelPasses, other: KernelPasses
 ) -> tuple[Array, tuple[Array, ...]]:
     few = _is_few(segments)
     out, sums = jax.lax.cond(few, one.forward, other.forward, q, k, v, segments)
@@ -330,7 +332,7 @@ def _either_forward(
 
 
 def _either_backward(
-    one: Passes, other: Passes, kept: tuple[Array, ...], grad: Array
+    one: KernelPasses, other: KernelPasses, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array, Array, Array, None]:
     few = _is_few(kept[3])
     dq, dk, dv = jax.lax.cond(few, one.backward, other.backward, *kept, grad)

@@ -50,7 +50,7 @@ MOST_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class PageTiles:
     """The size of a program's step in the kernel; all are powers of 2 except `heads`."""
 
     queries: int  # of one sequence
@@ -69,7 +69,7 @@ def tiles(
     head_bytes: int,
     most_keys: int,
     sides: int = 2,
-) -> Tiles:
+) -> PageTiles:
     """Return the size of a program's step for a call of these shapes; one query per sequence
     (tokens == sequences) is a decode step.
 
@@ -100,7 +100,7 @@ def tiles(
         programs = tokens * kv_heads * -(-group // in_one)
         wanted = _power_of_two(-(-MANY_PROGRAMS // programs))
         splits = max(1, min(wanted, MOST_SPLITS, most_keys // (4 * keys)))
-    return Tiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
+    return PageTiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
 
 
 def _size_of(most_bytes: int, each: int) -> int:
@@ -253,7 +253,7 @@ def _kernel(
     pages_ref: Any,
     *refs: Any,
     names: tuple[str, ...],
-    tile: Tiles,
+    tile: PageTiles,
     group: int,
     scoring: Scoring,
     width: int,

@@ -21,7 +21,7 @@ PARTS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": (
 of parts."""
 
 
-class Place(NamedTuple):
+class ExpertPlace(NamedTuple):
     """The position of one expert's matrix."""
 
     tensor: str  # name of the tensor with all experts
@@ -36,7 +36,7 @@ class OneExpert:
 
     file: Any
     name: str  # in the file
-    place: Place
+    place: ExpertPlace
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Return the matrix; other experts are not read."""
@@ -47,15 +47,15 @@ class OneExpert:
         return np.asarray(self.file.get_slice(self.name)[expert : expert + 1, own])[0]
 
 
-def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, Place]:
+def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, ExpertPlace]:
     """Return the positions of the wanted matrices that files hold joined, by their names in files
     that hold experts one by one."""
-    found: dict[str, dict[str, Place]] = {}
+    found: dict[str, dict[str, ExpertPlace]] = {}
     for name in wanted:
         if name not in there and (match := ONE.fullmatch(name)):
             before, expert, kind = match.groups()
             tensor, part, parts = PARTS[kind]
-            place = Place(f"{before}.{tensor}", int(expert), part, parts)
+            place = ExpertPlace(f"{before}.{tensor}", int(expert), part, parts)
             found.setdefault(place.tensor, {})[name] = place
     return {
         name: place
@@ -65,7 +65,7 @@ def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, Plac
     }
 
 
-def _holds(stored: Stored | None, wanted: Collection[Place]) -> bool:
+def _holds(stored: Stored | None, wanted: Collection[ExpertPlace]) -> bool:
     """Return whether a tensor holds exactly these experts."""
     experts = {place.expert for place in wanted}
     parts = next(iter(wanted)).parts
@@ -77,7 +77,7 @@ def _holds(stored: Stored | None, wanted: Collection[Place]) -> bool:
     )
 
 
-def one_of(stored: Stored, place: Place) -> Stored:
+def one_of(stored: Stored, place: ExpertPlace) -> Stored:
     """Return one expert's matrix in the tensor with all experts, with the whole tensor's bytes."""
     _, rows, columns = stored.shape
     shape = (rows // place.parts, columns)

@@ -69,7 +69,7 @@ def small_kernels(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = base / "kernels.cc"
     source.write_text(SOURCE)
     monkeypatch.setattr(kernel_library, "__file__", str(base / "library.py"))
-    kernels = kernel_library.Kernels(files=("kernels.cc",), names=kernel_library.SAMPLING.names)
+    kernels = kernel_library.CpuKernels(files=("kernels.cc",), names=kernel_library.SAMPLING.names)
     monkeypatch.setattr(kernel_library, "SAMPLING", kernels)
     return base / "cache" / "jaxrl_async" / "kernels"
 

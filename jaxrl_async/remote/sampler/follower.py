@@ -17,7 +17,14 @@ from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
 from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.sampler.joint_weights import forget_version
 from jaxrl_async.remote.sampler.leader import Lost, alike_hash, end_process, state_hash
-from jaxrl_async.remote.wire.messages import Begin, Dismissed, GivenUp, JointRound, Leave, Ready
+from jaxrl_async.remote.wire.messages import (
+    Begin,
+    Dismissed,
+    GivenUpRequest,
+    JointRound,
+    Leave,
+    Ready,
+)
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import give_up
@@ -93,7 +100,7 @@ class Follower:
         self._orders: queue.SimpleQueue[Begin | JointRound | Dismissed] = queue.SimpleQueue()
         session.on(Begin, self._orders.put)
         session.on(JointRound, self._orders.put)
-        session.on(GivenUp, lambda order: forget_version(weights, order.version))
+        session.on(GivenUpRequest, lambda order: forget_version(weights, order.version))
         session.on(Dismissed, self._note_dismissed)
         session.on_end(self._session_ended)
 

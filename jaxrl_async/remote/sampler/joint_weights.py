@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.ports.weights import WeightSource
-from jaxrl_async.remote.wire.messages import GivenUp, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import GivenUpRequest, Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session, WireMessage
 from jaxrl_async.types import VersionedParams
 
@@ -238,7 +238,7 @@ class OfferRelay:
         if number == LEADER:
             self._forget_own(version)
         else:
-            self._followers[number - 1].send(GivenUp(version=version))
+            self._followers[number - 1].send(GivenUpRequest(version=version))
 
 
 def _summed(parts: Mapping[int, Staged]) -> Staged:

@@ -228,7 +228,7 @@ class JointRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
+class GivenUpRequest:
     """Another process could not get the weights of this version: release them."""
 
     version: int
@@ -262,7 +262,7 @@ MESSAGES: tuple[type, ...] = (
     Ready,
     Begin,
     JointRound,
-    GivenUp,
+    GivenUpRequest,
     Dismissed,
 )
 """The messages that a session accepts; any other ends it."""

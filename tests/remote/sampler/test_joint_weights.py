@@ -14,7 +14,7 @@ from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.remote.sampler.follower import taken_version
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay, forget_version
-from jaxrl_async.remote.wire.messages import GivenUp, JointRound, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import GivenUpRequest, JointRound, Live, Offer, Staged, Torn
 from jaxrl_async.types import VersionedParams
 
 
@@ -113,7 +113,7 @@ class World:
         self.newest, self.failures, self.lives = -1, 0, []
         for number, (_, b) in enumerate(lines, start=1):
             forget = self.sources[number]
-            b.on(GivenUp, lambda order, source=forget: forget_version(source, order.version))
+            b.on(GivenUpRequest, lambda order, source=forget: forget_version(source, order.version))
             b.on(JointRound, lambda order, n=number: self.orders[n - 1].append(order.version))
         self.trainer.on(Staged, lambda message: None)
         self.trainer.on(Live, lambda message: self.lives.append(message.version))
