@@ -58,7 +58,7 @@ def dumps(tree: Any) -> Bytes:
 
 
 def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
-    """Convert bytes from `dumps` back; `kinds` are records in addition to those of types.py.
+    """Convert bytes from `dumps` back; `kinds` are records in addition to types.py.
 
     Raises ValueError for any other bytes, including malicious ones.
     """

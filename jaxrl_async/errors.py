@@ -64,7 +64,7 @@ class TextTooLong(DataError):
     """A text is longer than a run's token limit and was not fully encoded."""
 
     def __init__(self, message: str, token_ids: Any) -> None:
-        """token_ids: the first tokens of the text, one more than the limit."""
+        """token_ids: one more than the limit; they begin as the text's own tokens do."""
         super().__init__(message)
         self.token_ids = token_ids  # [limit + 1] int32
 
