@@ -122,7 +122,7 @@ def capability_of(card: Chip) -> str:
 
 
 def compiler_versions() -> list[str]:
-    """Return the versions that a compiled program depends on, in addition to jaxlib and its card."""
+    """Return the versions that affect a compiled program, in addition to jaxlib's and its card."""
     return [
         *(f"{name} {version_of(name)}" for name in PLUGINS if version_of(name)),
         FLAGS,
