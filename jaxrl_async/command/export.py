@@ -25,7 +25,7 @@ from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
 
 GGUF_BASE = (
-    ", which is a GGUF file without weights that PEFT reads: export that, too "
+    ", which points to a GGUF file and has no weights for PEFT: export that, too "
     "(jaxrl-async export FILE.gguf OUT), and give PEFT the folder"
 )
 

@@ -36,7 +36,8 @@ from jaxrl_async.launch.gke_slices import GENERATIONS, Tpu
 from jaxrl_async.launch.gke_values import Role, SamplerRole, Values, load_values
 
 SPOT_GRACE_S = 15
-"""Maximum time that kubelet gives a pod on a spot node to end, whatever it requests, seconds."""
+"""Maximum time that kubelet gives a pod on a spot node to end, regardless of its request,
+seconds."""
 
 
 def run_config(values: Values, folder: Path) -> Config:

@@ -20,7 +20,7 @@ a process ends. The same command starts the run and resumes it. Ctrl-C ends the 
 everything
 saved; a second Ctrl-C ends it immediately.
 
-Exit codes are those of jaxrl_async.train.
+Exit codes are the same as for jaxrl_async.train.
 """
 
 import argparse

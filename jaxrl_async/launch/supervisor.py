@@ -125,7 +125,7 @@ def restart_wait_s(failures: int) -> float:
 
 
 def outcome(codes: Sequence[int | None]) -> int | None:
-    """Return a group's exit code: that of the first failure, if any; None while the others run."""
+    """Return a group's exit code: its first failure's, if any; None while the others run."""
     failed = [code for code in codes if code not in (None, 0)]
     if LOST in failed:
         return LOST
