@@ -138,7 +138,7 @@ is the update, from 1. TensorBoard shows it as a separate run.
 
 *Kind* says how values of one step from several sources are merged. *timing* keys depend on wall
 time or on the machine; all others are equal for two runs with the same seed at
-`staleness.max_staleness=0`. `<...>` in a key stands for any name or number.
+`staleness.max_staleness=0`. `<...>` in a key matches any name or number.
 """
 
 if __name__ == "__main__":

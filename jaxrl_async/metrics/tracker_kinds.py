@@ -85,7 +85,7 @@ class WandbTracker:
             dir=str(run.folder),
             id=run.continues,
             resume=None if run.continues is None else "allow",
-            reinit="create_new",  # in addition to those of other runs of this process
+            reinit="create_new",  # in addition to other runs of this process
             config={**run.config, "jaxrl_async": run.version},
             settings=self._client.Settings(silent=True, console="off"),
         )
