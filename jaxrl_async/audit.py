@@ -244,7 +244,7 @@ def skipped_lines(path: Path) -> Iterator[str]:
     """Yield a message about the lines of a file that no run wrote, if there are any."""
     numbers = [number for number, line in numbered_lines(path) if line is None]
     if numbers:
-        yield f"{path.name}: {listed_lines(numbers)} is torn, or none of a run's: skipped"
+        yield f"{path.name}: {listed_lines(numbers)} is torn, or not written by a run: skipped"
 
 
 def audit_report(result: Audit) -> str:

@@ -135,7 +135,7 @@ def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom
             )
         return None
     if args.adapters_from is not None and not args.adapters_from.is_dir():
-        raise ConfigError(f"--adapters-from {args.adapters_from}: the folder does not exist.")
+        raise ConfigError(f"--adapters-from {args.adapters_from}: there is no such folder.")
     usual = len(given) if args.adapters_from is None else max(USUAL_ADAPTERS, len(given))
     rank = max([lora.rank for lora in given], default=USUAL_RANK)
     return AdapterRoom(places=args.max_loras or usual, rank=args.max_lora_rank or rank)

@@ -93,7 +93,7 @@ def _write_card(args: argparse.Namespace, paths: Any) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError if the arguments are inconsistent."""
     if not args.source.is_dir():
-        raise ConfigError(f"{args.source}: the folder does not exist. Give a run's or a policy's.")
+        raise ConfigError(f"{args.source}: there is no such folder. Give a run's or a policy's.")
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"{args.out} already exists. Give a new folder, or empty it.")
     is_run = _is_run(args.source)

@@ -167,7 +167,7 @@ def _own_files(config: Config) -> Iterator[Finding]:
         if is_absent(choice):
             yield Finding(
                 "error",
-                f"{setting}={name_of(choice)}: the file does not exist here",
+                f"{setting}={name_of(choice)}: there is no such file here",
                 f"correct the path; it is relative to {Path.cwd()}",
             )
 

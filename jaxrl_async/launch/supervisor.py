@@ -275,9 +275,7 @@ class Upkeep:
             self._say_missed(f"sampler {seat.number}", self._plan.sampler)
 
     def _say_missed(self, who: str, hardware: Hardware) -> None:
-        self._say(
-            f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; it starts when they are available"
-        )
+        self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
 
     def _step_running(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
         code = outcome(group.codes())

@@ -50,7 +50,7 @@ def health_endpoint() -> Iterator[int | None]:
         server = ThreadingHTTPServer((host.strip("[]"), int(port)), _Handler)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{HEALTH_VARIABLE}={address}: cannot listen there ({error}). Give HOST:PORT of "
+            f"{HEALTH_VARIABLE}={address}: nothing can listen there ({error}). Give HOST:PORT of "
             "this machine, or unset it."
         ) from error
     server.daemon_threads = True

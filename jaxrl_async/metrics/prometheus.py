@@ -65,7 +65,7 @@ class PrometheusWriter:
         except OSError as error:
             writer.close()
             raise ConfigError(
-                f"metrics.prometheus={address}: cannot listen there ({error}). Give an "
+                f"metrics.prometheus={address}: nothing can listen there ({error}). Give an "
                 "address of this machine and a free port, or port 0 for any."
             ) from error
         self.port: int = self._server.server_port

@@ -111,7 +111,7 @@ class TrackerThread:
             lost, late = self._lost, len(self._steps)
         if late or self._thread.is_alive():
             log.warning(
-                "%s did not finish within %.0f s: the last steps sent to it (%d and more) may be "
+                "%s did not end within %.0f s: the last steps sent to it (%d and more) may be "
                 "missing there. metrics.jsonl has all",
                 self._tracker.name,
                 timeout_s,

@@ -94,9 +94,9 @@ def reasoning_task(name: str, *, eval_size: int = 128, examples: int = 0, **argu
     gym, factory, utils = (_module(part) for part in ("", ".factory", ".utils"))
     size = arguments.pop("size", TRAINING_SIZE)
     if not all(isinstance(n, int) and n > 0 for n in (size, eval_size)):
-        raise ConfigError(f"size ({size}) and eval_size ({eval_size}) must be integers > 0.")
+        raise ConfigError(f"size ({size}) and eval_size ({eval_size}) must be whole numbers > 0.")
     if not isinstance(examples, int) or examples < 0:
-        raise ConfigError(f"examples ({examples}) must be an integer >= 0.")
+        raise ConfigError(f"examples ({examples}) must be a whole number >= 0.")
     if name not in factory.DATASETS:
         raise ConfigError(
             f"reasoning-gym has no dataset {name!r}. It has {len(factory.DATASETS)}, such as "

@@ -262,7 +262,7 @@ def verifiers_task(
     """
     loaders, clients = _module(".utils.loaders"), _module(".clients")
     if size is not None and not (isinstance(size, int) and size > 0):
-        raise ConfigError(f"size ({size}) must be an integer > 0.")
+        raise ConfigError(f"size ({size}) must be a whole number > 0.")
     try:
         config = environment_config(loaders, name, arguments)
         tasks = {"train": _tasks(loaders, config.taskset, size)}

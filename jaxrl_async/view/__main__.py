@@ -55,7 +55,7 @@ def made_server(folders: Sequence[Path], host: str, port: int) -> ViewServer:
         return ViewServer(runs, host, port)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"{host}:{port}: cannot listen there ({error}). Give an address of this machine "
+            f"{host}:{port}: nothing can listen there ({error}). Give an address of this machine "
             "and a free port."
         ) from error
 
@@ -67,7 +67,7 @@ def watched_runs(folders: Sequence[Path]) -> list[WatchedRun]:
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: the folder does not exist. Give the folder of a run.")
+            raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
         inner = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
         inner = [path for path in inner if path.name != WARM_START]
         found += [folder] if (folder / METRICS_FILE).exists() or not inner else inner

@@ -200,7 +200,7 @@ class ViewHandler(BaseHTTPRequestHandler):
         try:
             file = file_of(self.server.runs, query).open("rb")
         except (KeyError, FileNotFoundError) as error:
-            self._reply(404, _plain(f"file not found: {error}"), PLAIN)
+            self._reply(404, _plain(f"there is no such file: {error}"), PLAIN)
             return
         with file:
             self._begin(200, "application/octet-stream", os.fstat(file.fileno()).st_size)
