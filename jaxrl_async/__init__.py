@@ -2,8 +2,7 @@
 
 The public names below are loaded on first use, so importing the package costs nothing.
 The main command is `jaxrl-async train CONFIG`; from Python, `jaxrl_async.train(...)`. Names that
-are
-not in `__all__` are not public and may change at any time (docs/python.md).
+are not in `__all__` are not public and may change at any time (docs/python.md).
 """
 
 import importlib

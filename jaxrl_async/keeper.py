@@ -98,8 +98,8 @@ class _System:
 
     def confine(self) -> None:
         """Prevent this process and its children from tracing or signalling others. Done only where
-        it
-        costs no other privilege: as root, or if the process cannot gain new privileges anyway."""
+        it costs no other privilege: as root, or if the process cannot gain new privileges
+        anyway."""
         for capability in (TRACE_OTHERS, READ_OTHERS):
             self.control(DROP_CAPABILITY, capability)
         if self._library is None or self._landlock() < SCOPED_SINCE:

@@ -75,8 +75,8 @@ Along the other axes of its mesh, devices repeat the same work."""
 
 def skip_absent_accelerators() -> None:
     """Keep JAX from starting plugins on a host without accelerators: libtpu, which logs many
-    errors,
-    and the CUDA plugin, which logs its failure. Both may be installed only for their compiler.
+    errors, and the CUDA plugin, which logs its failure. Both may be installed only for their
+    compiler.
 
     Has no effect if JAX_PLATFORMS names a platform, if TPU chips or NVIDIA's driver are present,
     or if there are other plugins. If the CUDA plugin is installed, the user may have wanted a

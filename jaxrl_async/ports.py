@@ -55,8 +55,7 @@ class Session(Protocol):
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """Call a function with each message of a kind, on the session's own thread, in the order of
         sending. A message without a handler waits for one and delays the messages behind it. A
-        handler
-        must return soon; if it raises, the session ends with that reason."""
+        handler must return soon; if it raises, the session ends with that reason."""
         ...
 
     def on_end(self, callback: Callable[[str], None]) -> None:
@@ -190,8 +189,7 @@ class Replica(Protocol):
 
     def check_waits(self) -> None:
         """Raise RolloutError if waiting for this replica would never end: on its own thread, or in
-        a
-        forked process."""
+        a forked process."""
         ...
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
@@ -201,8 +199,7 @@ class Replica(Protocol):
 
     def start_many(self, requests: Sequence[Request | Partial]) -> "list[ThreadFuture[Completion]]":
         """Queue all requests together, in this order; return a future for each. Raises `error` if
-        its
-        thread has ended, Closed if it was closed."""
+        its thread has ended, Closed if it was closed."""
         ...
 
     def progress(self) -> tuple[Partial, ...]:
@@ -239,8 +236,7 @@ class Scorer(Protocol):
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Return one score per episode, in the same order. Must not change its arguments. Called
-        once
-        per group, and again if it raised or timed out."""
+        once per group, and again if it raised or timed out."""
         ...
 
 
@@ -436,8 +432,7 @@ class Gate(Protocol):
 
     def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
         """Report which groups have become too old while they are generated. Both functions are
-        called
-        on any thread, and must return immediately.
+        called on any thread, and must return immediately.
 
         Args:
             aged: called with a version whenever it rises: a group with an older token will be

@@ -53,8 +53,7 @@ class ProcessTrace:
 
     def __init__(self, most_s: float) -> None:
         """Begin the trace, which ends automatically after most_s. Raises ProfileError if this
-        process
-        is already being traced, or its profiler cannot start."""
+        process is already being traced, or its profiler cannot start."""
         self.timed_out = False
         if not _taking.acquire(blocking=False):
             raise ProfileError("another trace of this process is under way")
@@ -168,8 +167,7 @@ class StepTraces:
 
     def before_update(self) -> None:
         """Begin a second trace of this step if the first one timed out while waiting for groups,
-        since
-        it does not contain the update."""
+        since it does not contain the update."""
         if self._trace is not None and self._trace.timed_out:
             self._end()
             self._begin(f"{self._process}-update")

@@ -1,9 +1,8 @@
 """python -m jaxrl_async.sample --join ADDRESS: a sampler that joins a run, on its own devices.
 
 The trainer's run sets mesh.samplers_in=elsewhere. If it listens on anything but loopback, both
-sides
-need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer creates
-one at each start; this command finds it if the same user starts it on the same machine.
+sides need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer
+creates one at each start; this command finds it if the same user starts it on the same machine.
 
 Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
 line or configuration; 69 no trainer answered within --wait; 75 ended by SIGTERM or SIGHUP, with

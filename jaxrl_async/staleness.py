@@ -90,9 +90,8 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
       none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
       first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
       than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached
-      if
-      K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check at
-      each draw does: a group too old to be used again frees its slots.
+      if K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check
+      at each draw does: a group too old to be used again frees its slots.
     check at each draw: a group too old to be used again gives its slots back.
 
     If a slot were freed when the group is taken, the P groups of each step that is not live yet
@@ -121,8 +120,7 @@ def split_stale(
 
 def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:
     """Return why a group may not be trained on at this version: it is too stale, or was generated
-    by
-    weights that the trainer does not have yet. None if it may."""
+    by weights that the trainer does not have yet. None if it may."""
     oldest, newest = group.version_range
     if newest > version:
         return Drop.FROM_THE_FUTURE

@@ -170,8 +170,7 @@ class Partial:
     kv_version: int | None = None  # the version that computed all of kv
     kv_page_tokens: int = 0
     """Page size, in tokens, of the cache that kv is from, if kv has zeros for the pages that
-    windows
-    hide from later tokens; 0: kv is complete."""
+    windows hide from later tokens; 0: kv is complete."""
 
 
 LARGEST_REWARD = 1e30

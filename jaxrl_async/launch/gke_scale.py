@@ -4,10 +4,9 @@
        (kubectl get --raw)          └──> kubectl delete NAME-sampler-3     samplers were idle
 
 Checks every LOOK_S until the trainer's JobSet has ended, and keeps the number between
-samplers.least
-and samplers.most of the values. The rules are in launch/autoscale.py and also apply on Ray. A
-sampler that is removed hands its requests back first. Needs kubectl with the rights to read
-services, and to create and delete JobSets. It may be stopped and restarted at any time.
+samplers.least and samplers.most of the values. The rules are in launch/autoscale.py and also apply
+on Ray. A sampler that is removed hands its requests back first. Needs kubectl with the rights to
+read services, and to create and delete JobSets. It may be stopped and restarted at any time.
 """
 
 import json
@@ -87,8 +86,7 @@ class Scaler:
 
     def look(self) -> str | None:
         """Read the metrics once, and change the number of samplers accordingly. Return a
-        description of
-        what was done; None if the run has ended. Raises OSError."""
+        description of what was done; None if the run has ended. Raises OSError."""
         sets = self._job_sets()
         trainer = sets.get(self.values.name)
         if trainer is None or _has_ended(trainer):

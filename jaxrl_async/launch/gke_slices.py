@@ -111,8 +111,7 @@ class Tpu(Section):
     @property
     def host_requests(self) -> dict[str, str]:
         """Resources that a pod requests in addition to the chips: half of the host's processors,
-        and
-        REQUESTED_MEMORY of its memory; the rest is for the node's own pods and sidecars."""
+        and REQUESTED_MEMORY of its memory; the rest is for the node's own pods and sidecars."""
         cpus, memory_gb = GENERATIONS[self.generation].hosts[self.host_chips]
         return {"cpu": str(cpus // 2), "memory": f"{int(memory_gb * REQUESTED_MEMORY)}G"}
 

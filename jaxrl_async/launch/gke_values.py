@@ -139,8 +139,7 @@ class Runs(Section):
     """Memory limit of the sidecar, such as 16Gi; 0: no limit."""
     sidecar_storage: str = "0"
     """Limit of the node's storage for the sidecar, which holds a file until it is uploaded: more
-    than
-    a host's largest file of a checkpoint; 0: no limit."""
+    than a host's largest file of a checkpoint; 0: no limit."""
     claim: str | None = Field(None, pattern=NAME)
     """PersistentVolumeClaim that several nodes can write to (ReadWriteMany)."""
     create_gib: Positive | None = None

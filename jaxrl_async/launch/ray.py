@@ -12,13 +12,10 @@ hosts), or tpu:GENERATION:TOPOLOGY (tpu:v6e:4x4), a whole slice.
 
 Trainer and samplers are actors in placement groups. Each runs the same commands as on any host
 (jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and
-run.dir
-must be storage that the trainer's hosts share. They authenticate each other with
+run.dir must be storage that the trainer's hosts share. They authenticate each other with
 JAXRL_ASYNC_SECRET; without it a secret is created. launch/supervisor.py describes what happens
-when
-a process ends. The same command starts the run and resumes it. Ctrl-C ends the run with
-everything
-saved; a second Ctrl-C ends it immediately.
+when a process ends. The same command starts the run and resumes it. Ctrl-C ends the run with
+everything saved; a second Ctrl-C ends it immediately.
 
 Exit codes are the same as for jaxrl_async.train.
 """

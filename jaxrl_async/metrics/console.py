@@ -23,8 +23,7 @@ from jaxrl_async.metrics.guarded_stream import GuardedStream
 
 EVERY_S, LONGEST_S = 2.0, 60.0
 """Minimum interval between two plain lines, at the start and after an hour, seconds; first, last
-and
-evaluation steps always get a line."""
+and evaluation steps always get a line."""
 WINDOW = 32
 """Number of steps from which the remaining time is estimated."""
 
@@ -70,10 +69,8 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 class Console:
     """The run's progress on a terminal, in a notebook or in a log, and for a caller. Only one
-    thread at
-    a time may call it, but any thread may call `notice`. If the stream can no longer be written,
-    that
-    is logged once."""
+    thread at a time may call it, but any thread may call `notice`. If the stream can no longer be
+    written, that is logged once."""
 
     def __init__(
         self,
@@ -86,8 +83,7 @@ class Console:
         name: str = "",
     ) -> None:
         """Create the display. `live` None means live if the stream is a terminal, or if no stream
-        is
-        given and this process is a notebook's kernel.
+        is given and this process is a notebook's kernel.
 
         name: of one of several runs; plain lines begin with it.
         """
@@ -175,8 +171,7 @@ class Console:
 
     def notice(self, text: str) -> bool:
         """Show what the run is waiting for; return whether that was printed as a line, not on a
-        live
-        display. Any thread may call this."""
+        live display. Any thread may call this."""
         if self._live is not None:
             self._progress = replace(self._progress, phase="waiting", detail=text)
             self._show()

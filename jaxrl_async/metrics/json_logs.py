@@ -77,8 +77,7 @@ def logs_as(form: str, **labels: str) -> Iterator[None]:
 
 class OneMessage(logging.LogRecord):
     """A record whose message may quote programs and other received text: it cannot imitate another
-    line
-    of the log, nor control a terminal."""
+    line of the log, nor control a terminal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -48,8 +48,7 @@ def _file_name(process: str) -> str:
 
 def traces_of(root: Path) -> list[tuple[int, str, int]]:
     """Return the step, the path relative to the run's folder, and the size in bytes of each trace
-    for
-    Perfetto, by step and process."""
+    for Perfetto, by step and process."""
     found = []
     for path in root.glob(f"{SESSIONS}/*/*{SUFFIXES[1]}"):
         step = _STEP.fullmatch(path.parent.name)

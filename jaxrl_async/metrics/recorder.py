@@ -93,8 +93,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     """Return the number, from 1, and the object of each line of a run's .jsonl file; None for a
-    torn
-    or unrelated line. [] if the file does not exist."""
+    torn or unrelated line. [] if the file does not exist."""
     if not path.exists():
         return []
     return [(number, line) for number, (_, line) in enumerate(_parsed(path), 1)]

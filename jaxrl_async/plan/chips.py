@@ -146,8 +146,7 @@ def memory_share() -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """A TPU slice (a box of chips of one generation), or hosts of NVIDIA cards, or a part of one
-    for
-    one of its roles, or several TPU slices that are joined by the data center network."""
+    for one of its roles, or several TPU slices that are joined by the data center network."""
 
     chip: Chip
     shape: tuple[int, ...]  # chips on each side; for cards: hosts, and the cards of each

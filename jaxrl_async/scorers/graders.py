@@ -5,8 +5,7 @@
     math      mathematically equal (the library math-verify, in separate processes)
 
 Each is a reward function with one part, `correct`, 1 or 0. Two equal texts are always correct.
-If in
-doubt it is 0, since a policy soon finds answers that are rewarded without being correct.
+If in doubt it is 0, since a policy soon finds answers that are rewarded without being correct.
 """
 
 import re
@@ -92,8 +91,7 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
 
 def _bare(text: str) -> str:
     """Return the text without optional characters: spaces except between two words or numbers,
-    LaTeX's
-    marks around it and a full stop."""
+    LaTeX's marks around it and a full stop."""
     text = re.sub(r"^\$|\$$|\.$", "", TEXT.sub(r"\1", text.strip()))
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
 

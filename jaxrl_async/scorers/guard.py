@@ -224,8 +224,7 @@ def try_once(
     scorer: Scorer, prompt: Prompt, encode: Callable[[str], IntArray], setting: str
 ) -> Score:
     """Score the prompt's reference once, before the run, as if the policy had generated it. Without
-    a
-    reference, use the prompt's last token, since an answer has at least one token.
+    a reference, use the prompt's last token, since an answer has at least one token.
 
     Warns if a score's part `correct` says that the reference is not correct.
 

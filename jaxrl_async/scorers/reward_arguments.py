@@ -64,8 +64,7 @@ class TrainerState:
 
 class OneForAll(str):
     """A text that all answers share. It cannot be iterated: zip() or an index would pair each
-    answer
-    with one of its characters."""
+    answer with one of its characters."""
 
     def __iter__(self) -> Any:
         """Raise TypeError with the names of parameters to use."""

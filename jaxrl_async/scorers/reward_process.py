@@ -308,8 +308,7 @@ def scored(
 @functools.cache
 def loaded(source: Source) -> Callable[..., Any]:
     """Load a function: by its module's name if that can be imported, otherwise from the file. A
-    script
-    is run up to the point where it trains."""
+    script is run up to the point where it trains."""
     found = _found(_module_of(source), source.name)
     if not callable(found):
         raise RolloutError(

@@ -284,8 +284,7 @@ def _graded_text(
     episode: Episode, decode: Callable[[IntArray], str], marks: Mapping[int, str]
 ) -> str:
     """Return the text of the policy's last turn, after the thinking mark at the end of the prompt,
-    if
-    any. marks: as in RewardScorer."""
+    if any. marks: as in RewardScorer."""
 
     def text_of(token_ids: IntArray) -> str:
         """The text from the last mark on, since the answer cannot be before it."""

@@ -52,8 +52,7 @@ class Game:
 
     def score(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         """Return what the whole game earned in addition to its rounds' rewards: by seat a number,
-        or
-        named parts that are added up. Also called if a limit cut the game off."""
+        or named parts that are added up. Also called if a limit cut the game off."""
         return {}
 
     def close(self) -> Awaitable[None] | None:
@@ -63,8 +62,7 @@ class Game:
 
 def peers_of(game: Game, seat: str, member: int) -> str:
     """Return the group that a seat's episode is compared with (Episode.peers): the seat's name, or
-    for
-    a seat in `alike` the first of these seats in this member's game."""
+    for a seat in `alike` the first of these seats in this member's game."""
     for team in game.alike:
         if seat in team:
             return f"{team[0]}/{member}"

@@ -65,8 +65,7 @@ class ReasoningScore:
 
     def __call__(self, completion: str, index: int) -> dict[str, float]:
         """Score an answer: its text between <answer> and </answer>, or else all of it; 0 if the
-        dataset
-        cannot parse it."""
+        dataset cannot parse it."""
         answer = self._extract(completion)
         answer = completion.strip() if answer is None else answer
         try:
@@ -85,8 +84,7 @@ def reasoning_task(name: str, *, eval_size: int = 128, examples: int = 0, **argu
             eval_size: number of held-out questions, generated after the training ones.
             examples: number of questions with answers before each question, as a conversation; the
                 same ones each time, generated after the held-out ones. Without examples a small
-                model
-                answers in sentences. They need a chat format.
+                model answers in sentences. They need a chat format.
             arguments: of the dataset; `size` is the number of training questions.
 
     Raises ConfigError for an unknown name or argument, MissingExtraError without the library.

@@ -19,10 +19,9 @@ Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""
 Tool = Callable[..., Any]
 """A Python function with type hints and a docstring; it may be async. The policy gets its
-exceptions
-as text. A call is retried, twice and within 20 s, only if its service did not accept it: after a
-refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself. It is never
-retried after a timeout or a broken connection, since it may have taken effect."""
+exceptions as text. A call is retried, twice and within 20 s, only if its service did not accept it:
+after a refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself. It is
+never retried after a timeout or a broken connection, since it may have taken effect."""
 QUESTIONS = ("prompt", "question")
 """Columns that may hold the question of a record without messages; the first one that exists
 does."""
@@ -56,8 +55,7 @@ class Environment:
     """One episode of a task: created for each episode, used once.
 
     Override the methods that the task needs, each as `def` or `async def`. Methods that are not
-    async
-    run in a thread. An environment may also have
+    async run in a thread. An environment may also have
 
         def state(self) -> Any             plain values, lists, mappings with text keys, arrays
         def restore(self, state) -> None   instead of reset, in a resumed run
@@ -74,23 +72,20 @@ class Environment:
 
     def reset(self, record: TaskRecord) -> Said | Awaitable[Said]:
         """Begin the episode: return the conversation so far. The default is the record's
-        `messages`,
-        or else its `prompt` or `question` as the user's message."""
+        `messages`, or else its `prompt` or `question` as the user's message."""
         if messages := conversation_of(record):
             return messages
         return next((str(record[name]) for name in QUESTIONS if name in record), None)
 
     def step(self, message: Message) -> Step | Said | Awaitable[Step | Said]:
         """Answer the policy's message; None or no messages: the episode is over. By default, run
-        its
-        tool calls, and end if it has none, or there are no tools."""
+        its tool calls, and end if it has none, or there are no tools."""
         called = message.get("tool_calls") or message.get("tool_call_errors")
         return self.run_tools(message) if called and self.run_tools.schemas else None
 
     def score(self) -> float | Mapping[str, float] | Awaitable[Any]:
         """Return what the whole episode earned in addition to its steps' rewards: a number, or
-        named
-        parts that are added up. Also called if a limit cut the episode off."""
+        named parts that are added up. Also called if a limit cut the episode off."""
         return 0.0
 
     def close(self) -> Awaitable[None] | None:

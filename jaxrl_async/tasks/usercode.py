@@ -43,8 +43,7 @@ REAP_S = 5.0
 
 CANCEL_AGAIN_S = 5.0
 """Time after which a task that has not ended is cancelled again, seconds. An orderly end, such as
-of
-a killed program, has this long."""
+of a killed program, has this long."""
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +130,7 @@ class Threads:
 
     def __init__(self, most: int, *, replaced: bool = True) -> None:
         """replaced: False for calls that end on their own. The thread of an abandoned call makes
-        the
-        next call when it has ended, and no other thread replaces it."""
+        the next call when it has ended, and no other thread replaces it."""
         self._most, self._lock, self._replaced = most, threading.Lock(), replaced
         self._waiting: deque[_Call] = deque()
         self._serving = 0
@@ -334,9 +332,8 @@ class _AsyncCall:
 
 _pin, _unpin = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
 """Keep an object from being collected, also while the interpreter exits, and release it. A
-collected
-coroutine is asked to end once more, on the thread of the collection; a coroutine that swallows
-everything would block that thread forever."""
+collected coroutine is asked to end once more, on the thread of the collection; a coroutine that
+swallows everything would block that thread forever."""
 for _call in (_pin, _unpin):
     _call.argtypes, _call.restype = [ctypes.py_object], None
 
@@ -365,9 +362,8 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 class DaemonThreads(ThreadPoolExecutor):
     """Threads for asyncio.to_thread on a loop for user code: a few threads with a queue. Neither
-    the end
-    of the loop nor that of the process waits for them. A call that is cancelled while it runs keeps
-    its thread, and another one replaces it."""
+    the end of the loop nor that of the process waits for them. A call that is cancelled while it
+    runs keeps its thread, and another one replaces it."""
 
     def __init__(self, most: int = LOOP_THREADS) -> None:
         """most: maximum number of threads, without the threads of cancelled calls."""
@@ -381,8 +377,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
     """Run a coroutine to its end on a separate event loop, as asyncio.run does, but abandon tasks
-    that
-    do not end within reap_s seconds after their cancellation, and wait for no thread."""
+    that do not end within reap_s seconds after their cancellation, and wait for no thread."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(DaemonThreads())
     try:

@@ -190,8 +190,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
 
     Parts are a trace's rewards (before their weights) and metrics; if several seats play, they are
     named SEAT.PART. Parts of untrained seats, averaged over their traces, are added to every
-    trained
-    trace. Raises RolloutError for a failed episode, Away if a connection broke.
+    trained trace. Raises RolloutError for a failed episode, Away if a connection broke.
     """
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
@@ -326,8 +325,7 @@ def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) ->
 
 def check_containers(config: Any, tasks: Sequence[Any]) -> None:
     """Raise ConfigError if a harness or a task needs a container, and its seat's runtime is not
-    one,
-    or is Docker on a machine without it: every episode would fail."""
+    one, or is Docker on a machine without it: every episode would fail."""
     loaders, harnesses = _module(".utils.loaders"), config.agent_harnesses()
     kinds = {seat: getattr(config, seat).runtime.type for seat in harnesses}
     for seat, harness in harnesses.items():

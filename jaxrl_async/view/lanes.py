@@ -58,8 +58,7 @@ class Track:
 
     def depths(self) -> list[int]:
         """Return how many spans contain each one. A span contains another if it begins earlier, or
-        at
-        the same time and ends later, and has not ended when the other begins."""
+        at the same time and ends later, and has not ended when the other begins."""
         depths = [0] * len(self.starts)
         ends_s: list[float] = []  # of the spans that contain the next one
         for i in np.lexsort((-np.array(self.ends), np.array(self.starts))).tolist():
@@ -101,8 +100,7 @@ class Lane:
 
     def rows(self, first_s: float, last_s: float, columns: int) -> list[list[Drawn]]:
         """Return the rectangles to show between two times, by depth: short neighbours are merged,
-        with
-        the kind of the longest."""
+        with the kind of the longest."""
         within = (self.ends > first_s) & (self.starts < last_s)
         rows = []
         for depth in range(int(self.depths.max(initial=-1)) + 1):
@@ -152,8 +150,7 @@ class RunSpans:
 
     def window_of(self, first: int, last: int) -> tuple[float, float]:
         """Return the time from the beginning of the first of these steps to the end of the last;
-        the
-        whole run if none of them was recorded."""
+        the whole run if none of them was recorded."""
         chosen = [(start, end) for step, start, end in self.steps if first <= step <= last]
         if not chosen:
             return 0.0, self.end_s
@@ -167,8 +164,7 @@ class RunSpans:
 
 def read_spans(root: Path) -> RunSpans:
     """Read the files of spans in a run's folder; empty without files. Truncated or invalid lines
-    are
-    skipped and counted."""
+    are skipped and counted."""
     reading = _Reading()
     files = trace_files(root)
     for path in files:
@@ -221,8 +217,7 @@ class _Reading:
 
     def _head(self, text: str) -> float:
         """Read the number of dropped spans; return how far the wall clock is ahead of the spans'
-        own
-        clock, seconds."""
+        own clock, seconds."""
         try:
             facts = json.loads(text + "}")["otherData"]
             self.dropped += int(facts["dropped"])

@@ -216,8 +216,7 @@ class ViewHandler(BaseHTTPRequestHandler):
 
     def _is_asked_rightly(self) -> bool:
         """Return whether the call names this server in the way that browsers on this machine do. A
-        page
-        from elsewhere, whose host name was redirected here, could otherwise read the runs."""
+        page from elsewhere, whose host name was redirected here, could otherwise read the runs."""
         if self.server.token:
             return True
         try:

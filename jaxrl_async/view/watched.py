@@ -2,8 +2,7 @@
 
 Each read continues where the last one ended. An incomplete line is read next time. The last step's
 line may be rewritten (an evaluation adds to it), and a resumed run removes lines: the file is then
-a
-new one, and is read from its beginning.
+a new one, and is read from its beginning.
 """
 
 import contextlib
@@ -309,8 +308,7 @@ class WatchedRun:
 
 def _is_locked(path: Path) -> bool:
     """Return whether a process holds a lock on a file. The lock is not tried, since a run that
-    starts
-    at that moment would find it taken."""
+    starts at that moment would find it taken."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text("ascii").splitlines()
