@@ -254,10 +254,10 @@ def arranged(
     Args:
         axes: Size of each axis.
         devices: As many as the product of the sizes.
-            reorder: Let the axes follow each slice's torus. False keeps the given order, in which a
-                process's devices are adjacent (its samplers take their weights from them).
+        reorder: Let the axes follow each slice's torus. False keeps the given order, in which a
+            process's devices are adjacent (its samplers take their weights from them).
 
-        Raises MeshError if the slices cannot be split this way.
+    Raises MeshError if the slices cannot be split this way.
     """
     shape = tuple(getattr(axes, name) for name in AXES)
     if devices[0].platform != "tpu":

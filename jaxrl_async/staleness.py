@@ -83,16 +83,15 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
     Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
       - uses by steps that are live: v * P, because a slot is freed only once its step is live;
       - uses whose slots are held when g enters: at most C - K, as g holds K;
-        - uses of groups that enter after g and overtake it: at most K * L, since select() lets no
-          group overtake the oldest waiting one from more than L numbers away (failed ones waste
-          numbers), whichever group within reach it takes.
-      A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
-      none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
-      first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
-      than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached
-      if K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check
-      at each draw does: a group too old to be used again frees its slots.
-    check at each draw: a group too old to be used again gives its slots back.
+      - uses of groups that enter after g and overtake it: at most K * L, since select() lets no
+        group overtake the oldest waiting one from more than L numbers away (failed ones waste
+        numbers), whichever group within reach it takes.
+    A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
+    none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
+    first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
+    than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached if
+    K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check at
+    each draw does: a group too old to be used again frees its slots.
 
     If a slot were freed when the group is taken, the P groups of each step that is not live yet
     would be missing from the second count; tests/test_staleness.py has such schedules.

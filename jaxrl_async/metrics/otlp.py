@@ -54,9 +54,9 @@ def requests(tracks: Tracks, process: str, run: str, since_s: float) -> Iterator
 
     Args:
         tracks: see Tracks.
-            process: name of this process.
-            run: name of the trace; the same run and process have the same trace.
-            since_s: the wall clock when the spans' clock was 0, seconds.
+        process: name of this process.
+        run: name of the trace; the same run and process have the same trace.
+        since_s: the wall clock when the spans' clock was 0, seconds.
     """
     trace = hashlib.blake2b(f"{run} {process}".encode(), digest_size=16).hexdigest()
     named = {"service.name": "jaxrl_async", "service.instance.id": process, "jaxrl.run": run}

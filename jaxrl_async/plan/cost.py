@@ -108,11 +108,10 @@ def cost_of(
     Args:
         program: parsed from its text.
         mesh: axes and their sizes.
-            pace: how long an instruction takes.
-            open_turns: assumed iterations of data-dependent loops, by nesting depth; 0 if deeper.
-            host: number of devices in a host, which are neighbours in the mesh, if cards of one
-            host
-                send faster than cards of several; 0: hosts do not matter.
+        pace: how long an instruction takes.
+        open_turns: assumed iterations of data-dependent loops, by nesting depth; 0 if deeper.
+        host: number of devices in a host, which are neighbours in the mesh, if cards of one host
+            send faster than cards of several; 0: hosts do not matter.
     """
 
     times: dict[str, float] = defaultdict(float)

@@ -112,11 +112,10 @@ def guess_number(
     """Return the task.
 
     Args:
-            highest: the largest number, from 1.
-            guesses: maximum number of guesses in a game.
-            worked_share: share of the warm start's games that guess among the remaining numbers;
-            the
-                others guess any number.
+        highest: the largest number, from 1.
+        guesses: maximum number of guesses in a game.
+        worked_share: share of the warm start's games that guess among the remaining numbers; the
+            others guess any number.
     """
 
     def environment() -> GuessNumber:

@@ -80,12 +80,12 @@ def reasoning_task(name: str, *, eval_size: int = 128, examples: int = 0, **argu
     """Return the task of this name.
 
     Args:
-            name: of a reasoning-gym dataset.
-            eval_size: number of held-out questions, generated after the training ones.
-            examples: number of questions with answers before each question, as a conversation; the
-                same ones each time, generated after the held-out ones. Without examples a small
-                model answers in sentences. They need a chat format.
-            arguments: of the dataset; `size` is the number of training questions.
+        name: of a reasoning-gym dataset.
+        eval_size: number of held-out questions, generated after the training ones.
+        examples: number of questions with answers before each question, as a conversation; the
+            same ones each time, generated after the held-out ones. Without examples a small
+            model answers in sentences. They need a chat format.
+        arguments: of the dataset; `size` is the number of training questions.
 
     Raises ConfigError for an unknown name or argument, MissingExtraError without the library.
     """

@@ -249,13 +249,12 @@ def verifiers_task(
     """Return the task of an installed taskset.
 
     Args:
-            name: of the taskset: a module that exports it.
-            size: maximum number of tasks; default: all, or ENDLESS_SIZE of an endless taskset.
-            eval_taskset: settings of the taskset that differ for held-out tasks, such as its split;
-                without them the last tasks are held out.
-            arguments: of the environment, as in its own configuration: `id` (of an environment that
-            is
-                not the taskset's own), `taskset`, and each seat (`agent`).
+        name: of the taskset: a module that exports it.
+        size: maximum number of tasks; default: all, or ENDLESS_SIZE of an endless taskset.
+        eval_taskset: settings of the taskset that differ for held-out tasks, such as its split;
+            without them the last tasks are held out.
+        arguments: of the environment, as in its own configuration: `id` (of an environment that is
+            not the taskset's own), `taskset`, and each seat (`agent`).
 
     Raises ConfigError if loading fails, MissingExtraError without the library.
     """
