@@ -143,8 +143,7 @@ class Completion:
     full_logprobs: FloatArray | None = None  # [drawn] under the full distribution at temperature 1
     kept: KeptTokens | None = None  # the tokens that top-k, top-p or min-p allowed
     # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts of
-    # each token in the pass that sampled the next token or, within the prompt, that computed its
-    # KV.
+    # each token in the pass that sampled the next token or, in the prompt, that computed its KV.
     # The last token has none: it produced no logits. [0, ...]: nothing was generated. None: the
     # sampler runs without keep_routing
     expert_ids: ExpertIds | None = None
@@ -331,8 +330,7 @@ class PackedBatch:
     # rows. None: every episode is one context, so `positions` holds it
     offsets: IntArray | None = None
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 is set if token v could be sampled
-    # here; all bits are set outside generated tokens. None: any token
-    # (algorithm.keep_sampling_mask)
+    # here; all bits are set elsewhere. None: any token (algorithm.keep_sampling_mask)
     kept: Any = None  # uint8; packed: a trainer.sparse_bits.SparseBits; np.asarray gives uint8
     # [rows, length, layers, k] int8 or int16: the experts of the token at t; -1 where unknown.
     # None: algorithm.keep_routing is off

@@ -221,8 +221,7 @@ def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            # A process that waits for a driver may not end even then; nothing more can be done
-            # here.
+            # A process that waits for a driver may not end even then; nothing more can be done.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
             return None, f"no answer within {timeout_s:g} s"
