@@ -55,9 +55,9 @@ def test_an_observation_is_its_text_or_json():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("{", "no JSON"),
-        ("[]", "no message"),
-        ('{"type": "observation"}', "no message"),
+        ("{", "not JSON"),
+        ("[]", "not an OpenEnv message"),
+        ('{"type": "observation"}', "not an OpenEnv message"),
         ('{"type": "observation", "data": {"observation": 3}}', "must have an observation"),
         ('{"type": "observation", "data": {"observation": {}, "reward": "1"}}', "finite number"),
         ('{"type": "observation", "data": {"observation": {}, "reward": NaN}}', "finite number"),
