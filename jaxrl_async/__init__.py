@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names alone, as completion shows them."""
+    """List only the public names, for completion."""
     return sorted(__all__)
 
 

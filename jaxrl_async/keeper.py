@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _System:
-    """System calls that Python does not offer. They do nothing where they are not available."""
+    """System calls that Python does not offer. They do nothing if they are not available."""
 
     def __init__(self) -> None:
         self._library = None

@@ -49,7 +49,7 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": ("context", "data", "fsdp", "expert"),
     "looked_up": ("context", "data", "expert"),
 }
-"""How the trainer shards each logical axis: weights over fsdp, expert and tensor.
+"""The trainer's sharding of each logical axis: weights over fsdp, expert and tensor.
 
 tokens: rows and lengths flattened into one axis, in the order of model/layout.py; looked_up: the
 same while the embedding's columns are sharded over fsdp."""
@@ -68,7 +68,7 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": None,
     "looked_up": None,
 }
-"""How a sampler shards each logical axis: weights and KV pages over tensor and expert.
+"""A sampler's sharding of each logical axis: weights and KV pages over tensor and expert.
 
 Along the other axes of its mesh, devices repeat the same work."""
 

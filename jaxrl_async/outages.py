@@ -112,7 +112,7 @@ class Outages:
             count: called with the name of each fault (metrics/fault_counts.py).
             clock: for waits and durations.
             wall: for the time of day.
-            sleep: waits for so many seconds.
+            sleep: waits for a number of seconds.
             chance: a number from 0 to 1 for the jitter of each wait.
         """
         self._longest_s, self._known, self._count = longest_s, known, count
@@ -357,7 +357,7 @@ class Outages:
             return
         why = (
             f"faults.outage_s ({most_s:g}) ends the run. Everything is saved: --resume continues "
-            "once it is there"
+            "once it is available"
             if self._exists(who)
             else "it has not answered once since the run began. See whether it runs and whether "
             "its address is right; faults.outage_s waits for longer, as for a server that loads "

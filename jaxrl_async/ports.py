@@ -126,7 +126,7 @@ class ReplicaStats(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """Why and with which running requests a replica left voluntarily."""
+    """The voluntary departure of a replica: its reason, and its running requests."""
 
     reason: str
     # what its running requests had generated, by the future of each; others had generated nothing
@@ -144,7 +144,7 @@ class Replica(Protocol):
 
     @property
     def departure(self) -> Departure | None:
-        """How it left, set before `error`; None: it is running, or it failed."""
+        """Its departure, set before `error`; None: it is running, or it failed."""
         ...
 
     @property

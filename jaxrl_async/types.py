@@ -262,12 +262,12 @@ class EpisodeGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version of any generated token; the ticket's version if there are none."""
+        """The minimum version of the generated tokens; without any, the ticket's version."""
         return self.version_range[0]
 
     @property
     def newest_version(self) -> int:
-        """Largest version of any generated token; the ticket's version if there are none."""
+        """The maximum version of the generated tokens; without any, the ticket's version."""
         return self.version_range[1]
 
     @property

@@ -22,7 +22,7 @@ be removed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """How long the trainer and the samplers waited for each other over some steps."""
+    """Time shares in which trainer and samplers waited for each other over some steps."""
 
     trainer_waits: float  # share of the time in which too few groups were ready
     sampler_idles: float  # share of the time in which samplers had nothing to decode

@@ -83,7 +83,7 @@ class TraceFile:
         return not_taken + self._lost
 
     def add(self, taken: Taken, not_taken: int = 0) -> Tracks:
-        """Write spans behind the existing ones; return them by track.
+        """Append spans to the existing ones; return them by track.
 
         not_taken: total number of spans that were never passed to this.
 

@@ -94,8 +94,8 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
 def key_of(lowered: Lowered) -> str:
     """Hash all inputs of the compiler.
 
-    Only the order of the mesh's devices is left out: it always is that of mesh.arranged() for the
-    topology and the mesh, which is in the text.
+    Only the order of the mesh's devices is left out. It always is the order of mesh.arranged() for
+    the topology and the mesh, which is in the text.
     """
     seen = hashlib.sha256(lowered.program.as_text().encode())
     where = lowered.slice

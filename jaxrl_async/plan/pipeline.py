@@ -64,7 +64,7 @@ class Samplers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTree:
-    """How a version reaches samplers in separate processes (mesh.samplers_in: processes or
+    """The transfer of a version to samplers in separate processes (mesh.samplers_in: processes or
     elsewhere):
     each sampler passes on what it has, and the trainer does not wait for any of them."""
 
@@ -89,7 +89,7 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turnover:
-    """How samplers join and leave during the run."""
+    """The joining and leaving of samplers during the run."""
 
     changes: tuple[FleetChange, ...] = ()
     preempted_per_minute: float = 0.0  # at random times, over all samplers; each is replaced

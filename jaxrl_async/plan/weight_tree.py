@@ -5,7 +5,7 @@ clock.
            │     └──> 3                as it has them
            └──> 1 ──> 4, 5
 
-The rules are those of remote/weights. Places are given in the order of the offers. A sampler
+The rules are the same as in remote/weights. Places are given in the order of the offers. A sampler
 fetches one version at a time, and is offered the newest one once it generates with the last. At
 most two versions are offered at a time; a newer version replaces one that is waiting to be offered.
 If a source is lost, its receivers continue with the next source above it.

@@ -68,7 +68,7 @@ class GuardedScorer:
             backoff_s: Wait before the first retry, seconds; doubles with each further retry.
             count: Called with the name of each fault (metrics/fault_counts.py).
             outages: The run's; None: a separate one.
-            sleep: Waits for so many seconds.
+            sleep: Waits for a number of seconds.
             clock: For `oldest_s`.
         """
         self.scorer = scorer  # may be replaced before the run starts

@@ -80,7 +80,7 @@ class OneForAll(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardArguments:
-    """How to call a reward function."""
+    """The signature of a reward function, and the values that it receives."""
 
     whole_group: bool  # one call judges all answers to a prompt
     in_lists: bool  # the record's columns are lists, one item per answer
