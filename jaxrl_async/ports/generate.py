@@ -14,44 +14,45 @@ from jaxrl_async.types import (
 
 
 class Generate(Protocol):
-    """Whatever turns requests into completions: our sampler, a router, a scripted double."""
+    """Turns requests into completions: a sampler, a router, or a scripted test double."""
 
     @property
     def seed(self) -> int | None:
-        """Seed of the Partials that it can continue; None: it continues none."""
+        """Seed of the Partials that it can continue; None: it cannot continue any."""
         ...
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> "Sequence[Future[Completion]]":
-        """Queue all requests at once, in this order; return a future of the running event loop for
+        """Queue all requests together, in this order; return a future of the running event loop for
         each.
 
-        Queuing is atomic (no plan sees half of them), so that the same requests given to an idle
-        sampler always run on the same schedule. Cancelling a future frees its slot. A Partial in
-        place of a request, of this `seed`, continues where it was saved.
+        Queuing is atomic (no scheduling step sees only part of them), so the same requests given to
+        an idle sampler always run on the same schedule. Cancelling a future frees its slot. A
+        Partial of this `seed` in place of a request continues where it was saved.
         """
         ...
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return all running requests that have drawn a token, as data. Callable from any thread.
-        A request that is missing here and was submitted has its result in its future already, or
-        has drawn nothing."""
+        """Return all running requests that have generated a token, as data. Callable from any
+        thread.
+        A submitted request that is missing here already has its result in its future, or has
+        generated nothing yet."""
         ...
 
 
 class ReplicaStats(Protocol):
-    """Statistics of one replica, which know how to merge."""
+    """Statistics of one replica, with methods to merge them."""
 
     @property
     def work_done(self) -> tuple[int, ...]:
-        """Counters of which at least one rises while the replica is making progress."""
+        """Counters; at least one rises while the replica is making progress."""
         ...
 
     def after(self, earlier: Self) -> Self:
-        """Return these statistics plus those of the replica that this one replaced."""
+        """Return these statistics plus the statistics of the replica that this one replaced."""
         ...
 
     def since(self, earlier: Self) -> Self:
-        """Return these statistics less the counts of an earlier reading of the same replica."""
+        """Return these statistics minus the counts of an earlier reading of the same replica."""
         ...
 
     def ended(self) -> Self:
@@ -59,17 +60,17 @@ class ReplicaStats(Protocol):
         ...
 
     def beside(self, others: Sequence[Self]) -> Self:
-        """Return one reading for this replica and the others that work beside it."""
+        """Return one reading for this replica and the others that work alongside it."""
         ...
 
     def with_waiting(self, count: int) -> Self:
-        """Return these statistics with so many more requests that wait for a place."""
+        """Return these statistics with `count` more requests waiting for a slot."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """How a replica left on its own accord."""
+    """The voluntary departure of a replica: its reason, and its running requests."""
 
     reason: str
     # of its running requests: what they had drawn, by the future of each; others had drawn nothing
@@ -77,43 +78,43 @@ class Departure:
 
 
 class Replica(Protocol):
-    """One of the samplers behind a router: all that the router uses of it."""
+    """One of the samplers behind a router, with all that the router uses of it."""
 
     @property
     def replaceable(self) -> bool:
-        """Whether `successor` makes another in its place. False: it is in a process of its own, and
-        its seat is gone once it has failed or left."""
+        """Whether `successor` makes a replacement. False: the replica is in a separate process, and
+        its slot is removed once it has failed or left."""
         ...
 
     @property
     def departure(self) -> Departure | None:
-        """How it left, set before `error` is; None: it is there, or it failed."""
+        """Its departure, set before `error`; None: it is running, or it failed."""
         ...
 
     @property
     def seed(self) -> int | None:
-        """See Generate.seed; the same for all replicas of a router."""
+        """See Generate.seed. All replicas of a router have the same seed."""
         ...
 
     @property
     def places(self) -> int:
-        """Number of requests that it holds at once."""
+        """Maximum number of requests that it holds at the same time."""
         ...
 
     @property
     def rows(self) -> int:
-        """Number of those that draw in a step; `places` where that is not known."""
+        """Maximum number of requests that generate in one step; `places` if that is not known."""
         ...
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether its completions carry log-probs; False: they are NaN, and no sign of a fault."""
+        """Whether its completions carry log-probs; False: they are NaN, which is not a fault."""
         ...
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that ended its thread, set before the futures of its requests fail;
-        Disconnected: the connection to its process has ended, which is no request's fault."""
+        """The exception that ended its thread, set before the futures of its requests fail.
+        Disconnected: the connection to its process has ended, which no request caused."""
         ...
 
     @property
@@ -123,25 +124,25 @@ class Replica(Protocol):
         ...
 
     def start(self) -> None:
-        """Start its thread unless that was done before."""
+        """Start its thread unless it is already started."""
         ...
 
     def close(self) -> None:
-        """Stop it; requests that are not done fail with Closed. Idempotent."""
+        """Stop it; unfinished requests fail with Closed. Idempotent."""
         ...
 
     def check_waits(self) -> None:
-        """Raise RolloutError where waiting for this replica would never end: on its own thread, or
-        in a forked process."""
+        """Raise RolloutError if waiting for this replica would never end: on its own thread, or in
+        a forked process."""
         ...
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Return the requests as any replica will serve them. Raises RolloutError for one that
-        cannot be served, which names the field. Works after the replica has failed, too."""
+        """Return the requests in the form that any replica serves. Raises RolloutError, naming the
+        field, for one that cannot be served. Also works after the replica has failed."""
         ...
 
     def start_many(self, requests: Sequence[Request | Partial]) -> "list[ThreadFuture[Completion]]":
-        """Queue all requests at once, in this order; return a future for each. Raises `error` if
+        """Queue all requests together, in this order; return a future for each. Raises `error` if
         its thread has ended, Closed if it was closed."""
         ...
 
@@ -153,8 +154,8 @@ class Replica(Protocol):
         """Return a running request as data. Raises RolloutError if it is not running here.
 
         Args:
-            stop: end it, with its tokens so far and StopReason.CANCELLED.
-            with_kv: include its KV if one version of the weights made all of it.
+            stop: end the request, with its tokens so far and StopReason.CANCELLED.
+            with_kv: include its KV if a single version of the weights computed all of it.
         """
         ...
 
@@ -163,12 +164,12 @@ class Replica(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Detach from its thread, which is dead or hung: it produces nothing that counts from now
-        on, and no weight update waits for it."""
+        """Detach from its thread, which is dead or hung: its results no longer count, and no weight
+        update waits for it."""
         ...
 
     def successor(self) -> "Replica":
-        """Return a fresh replica in the place of this one, which was abandoned: the same settings,
-        the newest weights, no requests. May wait for weights. Raises Closed and WeightsError, as
-        the weight source does."""
+        """Return a new replica in place of this one, which was abandoned: the same settings, the
+        newest weights, no requests. May wait for weights. Raises Closed and WeightsError, as the
+        weight source does."""
         ...

@@ -280,7 +280,7 @@ def test_a_loop_ends_though_a_task_on_it_swallows_its_cancellation(caplog) -> No
         return 5
 
     assert usercode.run_loop(work(), reap_s=0.1) == 5
-    assert "deaf" in caplog.text and "left behind" in caplog.text
+    assert "deaf" in caplog.text and "is abandoned" in caplog.text
 
 
 # ---- what programs see

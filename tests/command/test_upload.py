@@ -144,7 +144,7 @@ def test_a_name_without_an_owner_is_refused(run, tmp_path):
     done = export(run, tmp_path / "out", "--upload", "adder", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
     done = export(run, tmp_path / "out", "--private", endpoint="http://127.0.0.1:1")
-    assert done.returncode == 2 and "--private is of an upload" in done.stderr
+    assert done.returncode == 2 and "--private is for an upload" in done.stderr
     done = export(run, tmp_path / "out", "--upload", "", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
 

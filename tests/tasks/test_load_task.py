@@ -58,7 +58,7 @@ def test_a_file_gives_a_task_a_function_or_an_environment_class(mine):
     ("choice", "words"),
     [
         ("gues_number", "did you mean 'guess_number'"),
-        ("openenv:x", "no address of a server"),
+        ("openenv:x", "not a server's address"),
         ({"guess_number": {"highst": 3}}, "unexpected keyword argument 'highst'"),
         ({"guess_number": {"highest": 1}}, "highest: Input should be greater"),
         ("reasoning_gym:nothing", "no dataset 'nothing'"),
