@@ -104,7 +104,7 @@ def _as_completion(partial: Partial) -> Completion:
     )
 
 
-class Generation:
+class CallGeneration:
     """The answers of one call. `close` ends unfinished ones: their slots become free at the next
     block."""
 

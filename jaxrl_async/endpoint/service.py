@@ -22,7 +22,7 @@ from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
 from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
-from jaxrl_async.endpoint.generation import Generation, GrowingAnswer
+from jaxrl_async.endpoint.generation import CallGeneration, GrowingAnswer
 from jaxrl_async.endpoint.http_answers import AnswerFormat, AnswerHeader, ChatAnswer, chat_answer
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
@@ -398,7 +398,7 @@ class EndpointService:
     @asynccontextmanager
     async def drawing(
         self, caller: Caller, token_ids: IntArray, wish: SamplingOptions, *, parts: bool
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
@@ -415,7 +415,7 @@ class EndpointService:
             raise
         self.count(capped=draft.capped)
         watches = self.served.streams_early and (parts or bool(wish.stops))
-        drawing = Generation(
+        drawing = CallGeneration(
             caller,
             token_ids,
             draft,

@@ -46,7 +46,7 @@ LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class FunctionSource:
     """The location at which another process finds a function."""
 
     module: str
@@ -54,7 +54,7 @@ class Source:
     name: str  # within the module, with dots
 
 
-def source_of(function: Callable[..., Any], name: str, where: str) -> Source:
+def source_of(function: Callable[..., Any], name: str, where: str) -> FunctionSource:
     """Return where a function can be loaded from.
 
     Args:
@@ -67,7 +67,7 @@ def source_of(function: Callable[..., Any], name: str, where: str) -> Source:
     if is_own(name):
         path, _, attribute = name.rpartition(":")
         stem = os.path.splitext(os.path.basename(path))[0]
-        return Source(module=f"user_{stem}", file=os.path.abspath(path), name=attribute)
+        return FunctionSource(module=f"user_{stem}", file=os.path.abspath(path), name=attribute)
     module = str(getattr(function, "__module__", None) or "")
     attribute = str(getattr(function, "__qualname__", None) or "")
     made_in = sys.modules.get(module)
@@ -78,7 +78,7 @@ def source_of(function: Callable[..., Any], name: str, where: str) -> Source:
             "top level, from which another process could load it. Put it into a file, and set "
             "reward.function=FILE.py:FUNCTION, or set reward.processes=0."
         )
-    return Source(module=module, file=os.path.abspath(file), name=attribute)
+    return FunctionSource(module=module, file=os.path.abspath(file), name=attribute)
 
 
 def _found(module: Any, name: str) -> Any:
@@ -98,7 +98,7 @@ class RewardProcesses:
         weakref.finalize(self, close_all, self._pool.free)
 
     def ask(
-        self, source: Source, call: RewardCall, timeout_s: float
+        self, source: FunctionSource, call: RewardCall, timeout_s: float
     ) -> tuple[list[Score | None], list[tuple[str, float]]]:
         """Return the function's result for each episode, and the metrics that it logged.
 
@@ -118,9 +118,9 @@ class _Process:
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
         self._replies = -1
-        self._loaded: set[Source] = set()
+        self._loaded: set[FunctionSource] = set()
 
-    def ask(self, source: Source, call: RewardCall, timeout_s: float) -> Any:
+    def ask(self, source: FunctionSource, call: RewardCall, timeout_s: float) -> Any:
         where = {"module": source.module, "file": source.file, "name": source.name}
         try:
             request = _packed({"source": where, "call": call, "timeout_s": timeout_s})
@@ -271,7 +271,7 @@ def serve_calls(requests: int, replies: int) -> None:
 def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     logged: list[list[Any]] = []
     try:
-        function = loaded(Source(**message["source"]))
+        function = loaded(FunctionSource(**message["source"]))
         if message["call"] is None:
             return {"scores": [], "logged": []}
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + LONGER_S)
@@ -306,7 +306,7 @@ def scored(
 
 
 @functools.cache
-def loaded(source: Source) -> Callable[..., Any]:
+def loaded(source: FunctionSource) -> Callable[..., Any]:
     """Load a function: by its module's name if that can be imported, otherwise from the file. A
     script is run up to the point where it trains."""
     found = _found(_module_of(source), source.name)
@@ -318,7 +318,7 @@ def loaded(source: Source) -> Callable[..., Any]:
     return found
 
 
-def _module_of(source: Source) -> Any:
+def _module_of(source: FunctionSource) -> Any:
     with suppress(ImportError, ValueError, AttributeError):
         found = None if source.module == "__main__" else importlib.util.find_spec(source.module)
         if found is not None and found.origin and os.path.samefile(found.origin, source.file):

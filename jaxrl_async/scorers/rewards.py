@@ -35,7 +35,7 @@ from jaxrl_async.scorers.reward_call import (
     last_turn,
     scores_of,
 )
-from jaxrl_async.scorers.reward_process import LOAD_S, RewardProcesses, Source, source_of
+from jaxrl_async.scorers.reward_process import LOAD_S, FunctionSource, RewardProcesses, source_of
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
@@ -126,7 +126,7 @@ class RewardScorer:
         self._marks = dict(marks or {})
         self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, FunctionSource] = {}
         if processes:
             self._processes = RewardProcesses(processes)
             self._askers = Threads(processes, replaced=False)  # a process ends its calls itself
@@ -233,7 +233,9 @@ class RewardScorer:
                     "for."
                 ) from None
 
-    async def _in_process(self, source: Source, call: RewardCall, log: Log) -> list[Score | None]:
+    async def _in_process(
+        self, source: FunctionSource, call: RewardCall, log: Log
+    ) -> list[Score | None]:
         """Return a process's result; the process enforces the timeout."""
         ask = functools.partial(self._processes.ask, source, call, self._timeout_s)
         outcome: CallOutcome = await self._askers.run(ask, 2 * LOAD_S + self._timeout_s)

@@ -88,7 +88,7 @@ def _rest_of_line(file: Any) -> tuple[int, bool]:
 
 
 @dataclass(slots=True)
-class Column:
+class MetricColumn:
     """One metric of a run: its steps, ascending, and its values."""
 
     steps: array = field(default_factory=lambda: array("q"))
@@ -131,7 +131,7 @@ class WatchedMetrics:
 
     file: GrowingFile
     prefix: str = ""
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
 
     def read(self) -> None:
         """Read new lines. A metric that was never finite has an empty column."""
@@ -144,7 +144,7 @@ class WatchedMetrics:
             if not is_step(step):
                 continue
             for key, value in line.items():
-                column = self.columns.setdefault(self.prefix + key, Column())
+                column = self.columns.setdefault(self.prefix + key, MetricColumn())
                 number = finite_number(value)
                 if number is not None:
                     column.put(step, number)
@@ -207,7 +207,7 @@ class WatchedRun:
             stamps = "-".join(str(number) for file in files for number in file.stamp)
             return f"{stamps}-{stamp_of(trace_files(self.root))}"
 
-    def _columns(self) -> dict[str, Column]:
+    def _columns(self) -> dict[str, MetricColumn]:
         return {**self._metrics.columns, **self._warm.columns}
 
     def _read_samples(self) -> None:
@@ -242,7 +242,7 @@ class WatchedRun:
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return all (step, value) of a metric."""
         with self._lock:
-            column = self._columns().get(key, Column())
+            column = self._columns().get(key, MetricColumn())
             return list(zip(column.steps, column.values, strict=True))
 
     def totals(self, prefix: str) -> dict[str, float]:

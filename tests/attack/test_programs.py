@@ -21,7 +21,7 @@ from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
-from jaxrl_async.scorers.reward_process import RewardProcesses, Source
+from jaxrl_async.scorers.reward_process import FunctionSource, RewardProcesses
 from jaxrl_async.shown_environment import hide_secrets, without_secrets
 from jaxrl_async.tasks import usercode
 from jaxrl_async.testing.fakes import make_episode, make_prompt
@@ -144,7 +144,7 @@ def leaves(completion, pids):
 
 def test_what_a_reward_in_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    source = Source(module="user_reward", file=str(tmp_path / "reward.py"), name="leaves")
+    source = FunctionSource(module="user_reward", file=str(tmp_path / "reward.py"), name="leaves")
     pids = tmp_path / "pids"
     prompt = make_prompt(1)
     object.__setattr__(prompt, "columns", {"pids": str(pids)})
