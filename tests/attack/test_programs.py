@@ -233,7 +233,7 @@ import sys
 sys.path[:0] = {paths}
 import test_programs
 from played_programs import played, programs
-from jaxrl_async.rollout import agent_programs
+from jaxrl_async.endpoint import agent_programs
 from jaxrl_async.errors import RolloutTimeout
 agent_programs.REAP_S = 0.1
 try:
@@ -334,7 +334,7 @@ def test_which_variables_are_taken_for_secrets(monkeypatch, name, value, is_hidd
 
 LOOKS = """
 import asyncio, os, sys
-from jaxrl_async.endpoint.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.shown_environment import hide_secrets
 hidden = hide_secrets(("NAMED",))
 assert os.environ["HF_TOKEN"] == "sesame-1" and os.environ["NAMED"] == "sesame-3"
@@ -348,7 +348,7 @@ done
 exit 0
 '''.replace("{stop}", str(os.getpid()))
 told = AgentSession(base_url="http://a/v1", api_key="k", model="m", record={}, prompt="")
-asyncio.run(Command(["sh", "-c", script])(told))
+asyncio.run(ProgramCommand(["sh", "-c", script])(told))
 print(*sorted(hidden))
 """
 
