@@ -88,7 +88,7 @@ class BucketPlace:
         return True
 
     def check(self, step: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Raise OSError if the bucket says of an object what it did not say when it was written;
+        """Raise OSError if the bucket's properties of an object differ from those at the write;
         GivenUpReading if `give_up` returns True."""
         folder = self.directory / str(step)
         if give_up():
@@ -212,9 +212,9 @@ def open_bucket(address: str, name: str) -> BucketPlace:
 
 
 def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
-    """Make the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
-    not here, or was continued elsewhere since (then it is moved aside). Return whether there is
-    such a checkpoint.
+    """Create the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
+    missing here, or was continued elsewhere since (then it is moved aside). Return whether such a
+    checkpoint exists.
 
     Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
     a new one, or if the run saved elsewhere before.

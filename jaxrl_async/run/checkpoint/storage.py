@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie: a folder, which can rename, or a bucket, which cannot.
+"""Places of a run's checkpoints: a folder, which can rename, or a bucket, which cannot.
 
 Checkpoints ──writes, seals, reads, removes──> Place: FolderPlace | BucketPlace (bucket.py)
 """
@@ -28,7 +28,7 @@ from jaxrl_async.run.folder import Paths
 
 
 class Place(Protocol):
-    """What holds checkpoints; every method but the first two raises OSError where it fails."""
+    """A place of checkpoints; every method but the first two raises OSError if it fails."""
 
     @property
     def directory(self) -> Any:
