@@ -139,8 +139,8 @@ def log_merged(folder: Path, base: str, policy: Policy) -> None:
     """Log the origin of an adapter's policy in `folder`; base: the directory that it changes."""
     if is_quantized(policy.params):
         log.info(
-            "%s is the dequantised base with the adapter's change added, as it was trained: it "
-            "differs from the weights in %s by their rounding",
+            "%s is the dequantised base with the adapter's change added, as trained; it differs "
+            "from the weights in %s by their rounding",
             folder,
             base,
         )

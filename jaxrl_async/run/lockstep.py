@@ -338,7 +338,7 @@ class SharedSource:
             raise
 
     def _give_up(self, *, drawn: bool) -> NoReturn:
-        """Raise Closed; drawn groups are not trained on: they are in the buffer again."""
+        """Raise Closed; the groups of the draw go back to the buffer, untrained."""
         if drawn:
             self._buffer.give_back()
         unwritten = ("trained", "returned")

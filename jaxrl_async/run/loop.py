@@ -154,7 +154,7 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
 
 
 def _job_of(config: Config) -> Job:
-    """Return what runs a configuration's job."""
+    """Return the function that runs a configuration's job."""
     return run_rl if config.run.job == "rl" else offline.run
 
 
@@ -174,7 +174,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
 
 
 def _of_several(config: Config) -> tuple[list[str], list[str]]:
-    """Return what each of several runs achieved, and where its results are."""
+    """Return the achievements of each of several runs, and the places of its results."""
     of_all = folders_of(config)
     lines = {
         name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]
@@ -285,7 +285,7 @@ def run_rl(config: Config, context: RunContext) -> Path:
 
 
 def achievements(metrics: Path) -> list[str]:
-    """Return what the run achieved, in a few lines."""
+    """Return the achievements of the run, in a few lines."""
     lines = read_lines(metrics)
     achieved: list[str] = []
     for key in ("accuracy", "loss", "reward"):

@@ -84,7 +84,7 @@ def make_watchdog(
 
 @functools.cache
 def compiled_programs() -> Counter[str]:
-    """Return how many programs this process has compiled, by event, counted from now on."""
+    """Return the counter of programs compiled by this process from now on, by event."""
     counts = Counter[str]()
 
     def note(event: str, duration_secs: float, **facts: str | int) -> None:

@@ -35,7 +35,7 @@ class Place(Protocol):
         """The folder: a path whose `/` leads to a step, and which orbax takes."""
 
     def written(self, step: int) -> Any:
-        """Return where orbax writes a checkpoint."""
+        """Return the folder to which orbax writes a checkpoint."""
 
     def make_room(self, step: int) -> None:
         """Prepare for a step to be written again."""
