@@ -212,9 +212,9 @@ def open_bucket(address: str, name: str) -> BucketPlace:
 
 
 def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
-    """Create the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
-    missing here, or was continued elsewhere since (then it is moved aside). Return whether such a
-    checkpoint exists.
+    """Make the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
+    not here, or was continued elsewhere since (then it is moved aside). Return whether there is
+    such a checkpoint.
 
     Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
     a new one, or if the run saved elsewhere before.
