@@ -90,9 +90,9 @@ def test_the_setting_takes_arguments_from_the_command_line_like_any_choice(tmp_p
     assert config.task == {"guess_number": {"highest": 8, "guesses": 3}}
     empty = tmp_path / "empty.yaml"
     empty.write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"env.max_turns \(4\) is read by nothing without task"):
+    with pytest.raises(ConfigError, match=r"env.max_turns \(4\) has no effect without task"):
         load(empty, ["env.max_turns=4"])
-    with pytest.raises(ConfigError, match=r"task .* is read by nothing without run.job=rl or"):
+    with pytest.raises(ConfigError, match=r"task .* has no effect without run.job=rl or"):
         load(file, ["run.job=preference"])
     load(file, ["run.job=sft"])
 

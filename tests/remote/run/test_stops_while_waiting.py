@@ -25,7 +25,7 @@ def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -
         run.signal("trainer", signal.SIGINT)
         assert run.code("trainer") == 0, run.said("trainer")[-3000:]
         said = run.said("trainer")
-        assert "an evaluation is left out" in said and "stopped early by SIGINT" in said
+        assert "an evaluation is skipped" in said and "stopped early by SIGINT" in said
         assert saved_versions(run) == [0] and not run.problems()
 
 
@@ -45,7 +45,7 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
         run.signal("trainer", number)
         assert run.code("trainer") == code, run.said("trainer")[-3000:]
         said = run.said("trainer")
-        assert "an evaluation is left out" in said and "not ended within" not in said
+        assert "an evaluation is skipped" in said and "not ended within" not in said
         assert saved_versions(run) == [0] and not run.problems()
         run.train(*RESUME)
         run.sample("second")
