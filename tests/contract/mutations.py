@@ -725,12 +725,13 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/prefix",
+        "sampler/batch/kv_cache",
         ("sampler/batch/test_host_parts.py",),
         (
             ("names = page_names(token_ids[:-1], form", "names = page_names(token_ids, form"),
             ("hashlib.blake2b(chained + content", "hashlib.blake2b(content"),
             ("if self._pages.holders(page) == 1:", "if self._pages.holders(page) >= 1:"),
+            ("if count > len(self._free):", "if count >= len(self._free):"),
         ),
     ),
     Group(
@@ -791,11 +792,6 @@ GROUPS = (
             ("budget_bytes - places_bytes - states", "budget_bytes - states"),
             ("token_bytes * layout.arrays * page_tokens", "token_bytes * page_tokens"),
         ),
-    ),
-    Group(
-        "sampler/batch/pages",
-        ("sampler/batch/test_host_parts.py",),
-        (("if count > len(self._free):", "if count >= len(self._free):"),),
     ),
     Group(
         "data/curriculum",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
 from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, adjusted_limit
-from jaxrl_async.sampler.batch.kv_pool import KvPool
+from jaxrl_async.sampler.batch.kv_cache import KvPool
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 

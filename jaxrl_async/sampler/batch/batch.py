@@ -25,9 +25,7 @@ from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
 from jaxrl_async.sampler.batch.decoding import decode_args, form_of
 from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
-from jaxrl_async.sampler.batch.kv_pool import KvPool
-from jaxrl_async.sampler.batch.page_tables import Table
-from jaxrl_async.sampler.batch.pages import Pages
+from jaxrl_async.sampler.batch.kv_cache import KvPool, Pages, PrefixStore, Table
 from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
@@ -39,7 +37,6 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_chunk,
     saved_tokens,
 )
-from jaxrl_async.sampler.batch.prefix import PrefixStore
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_async.model import cache
 from jaxrl_async.model.kernels import MAX_RAGGED_PAGES
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.page_tables import Table, TableForm
+from jaxrl_async.sampler.batch.kv_cache import Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
 from jaxrl_async.sampler.batch.slots import Slots

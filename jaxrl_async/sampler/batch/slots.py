@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.sampler.batch.kv_pool import KvPool
-from jaxrl_async.sampler.batch.page_tables import Table, TableForm
+from jaxrl_async.sampler.batch.kv_cache import KvPool, Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Output
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
 

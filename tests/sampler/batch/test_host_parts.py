@@ -13,9 +13,7 @@ from jaxrl_async.model.kv_layout import KvGroup, KvLayout, layout_of
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
-from jaxrl_async.sampler.batch.page_tables import TableForm
-from jaxrl_async.sampler.batch.pages import Pages
-from jaxrl_async.sampler.batch.prefix import PrefixStore, page_names
+from jaxrl_async.sampler.batch.kv_cache import Pages, PrefixStore, TableForm, page_names
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
 
 

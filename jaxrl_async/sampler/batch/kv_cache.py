@@ -1,0 +1,351 @@
+"""The KV cache on the host's side: page tables, pages, stored prefixes and the cache itself.
+
+A sequence has a table with a row for each group of layers:
+
+    tokens             0..3   4..7   8..11  12..15  16..19        pages of 4 tokens, 18 of them
+    group 0, all         5      9      2       7      11
+    group 1, window 6    -      -      4       8       3          the page of the last token, and 2
+                                                                  before: 5 tokens that it sees
+A group's pages before `first_pages` are hidden by its window for good: they are given back.
+
+A page is held by every slot whose table names it, and once by the prefix store if it is stored. A
+page without holders is free. A page with several holders is never written: it is copied first.
+
+Full pages outlive their request in the prefix store, found again by their tokens:
+
+    tokens              0..3   4..7   8..11  12..15        pages of 4 tokens
+    group 0, all          5      9      2       7
+    group 1, window 6     -      -      4       8          found up to 16, and not up to 12: what
+                                                           follows there would see page 1, too
+
+A page's name is a hash chained over all tokens up to its end, so that equal names mean equal
+prefixes by equal weights: the chain of an adapter's pages begins with its name and version. What
+other weights made is forgotten when they change, so that stale KV is never used. Pages that only
+the store holds are evicted, least recently used first, when memory runs short.
+"""
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_async.model.kv_layout import KvLayout
+from jaxrl_async.sampler.batch.concurrency import LOW
+from jaxrl_async.types import BoolArray, IntArray
+
+Table = IntArray
+"""[groups, width] int32, the pages of one sequence in order; no_page where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableForm:
+    """What all tables of a sampler have in common."""
+
+    layout: KvLayout
+    page_tokens: int
+    width: int  # pages of the longest table that a program takes
+    no_page: int  # the number of no page: the device drops what is written there
+
+    @property
+    def groups(self) -> int:
+        """Rows of a table."""
+        return len(self.layout.groups)
+
+    def num_pages(self, tokens: int) -> int:
+        """Return how many pages of a group hold so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def empty(self) -> Table:
+        """Return the table of a sequence without pages."""
+        return np.full((self.groups, self.width), self.no_page, np.int32)
+
+    def first_pages(self, tokens: int) -> IntArray:
+        """Return the first page that each group of a sequence of so many tokens keeps, [groups]."""
+        groups = self.layout.groups
+        return np.array([g.first_page(tokens, self.page_tokens) for g in groups], np.int32)
+
+    def missing(self, table: Table, first: IntArray | int, tokens: int) -> BoolArray:
+        """Return where a table lacks pages for so many tokens, [groups, width]; first: the first
+        page that is needed, of each group or of all."""
+        numbers, firsts = np.arange(self.width), np.reshape(first, (-1, 1))
+        needed = (numbers >= firsts) & (numbers < self.num_pages(tokens))
+        return needed & (table == self.no_page)
+
+    def hidden(self, table: Table, tokens: int) -> BoolArray:
+        """Return which pages of a table no token behind so many sees any more, [groups, width]."""
+        numbers = np.arange(self.width)
+        return (numbers < self.first_pages(tokens)[:, None]) & (table != self.no_page)
+
+    def end(self, table: Table) -> int:
+        """Return up to where a table names pages; computed again, a sequence has some ahead."""
+        named = np.flatnonzero((table != self.no_page).any(axis=0))
+        return int(named[-1]) + 1 if named.size else 0
+
+    def pages_in(self, table: Table) -> list[int]:
+        """Return the pages that a table names."""
+        pages: list[int] = table[table != self.no_page].tolist()
+        return pages
+
+
+class Pages:
+    """A free list with reference counts. Owned by the sampler's thread."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = deque(range(count))
+        self._holders = [0] * count
+
+    @property
+    def num_free(self) -> int:
+        """Pages without a holder."""
+        return len(self._free)
+
+    @property
+    def used_share(self) -> float:
+        """Held pages over all pages."""
+        return 1.0 - len(self._free) / self.count
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return `count` pages with one holder each; None, taking none, if too few are free."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.popleft() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Add a holder to each page; it must have one already."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free"
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove a holder from each page; free the pages that have none left."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def holders(self, page: int) -> int:
+        """Return how many holders a page has."""
+        return self._holders[page]
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the counts and the free list match the holders' pages."""
+        expected = [0] * self.count
+        for pages in held:
+            for page in pages:
+                expected[page] += 1
+        assert expected == self._holders, "holders do not add up"
+        free = [page for page in range(self.count) if not expected[page]]
+        assert sorted(self._free) == free, "the free list is not what nobody holds"
+
+
+Key = tuple[int, bytes]
+"""A group of layers, and the name of a page of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """Totals since the start."""
+
+    hit_tokens: int = 0  # prompt tokens found in the store
+    hidden_tokens: int = 0  # found but for layers with a window: computed again
+    asked_tokens: int = 0  # prompt tokens looked up
+    evicted_pages: int = 0
+
+
+def page_names(token_ids: IntArray, page_tokens: int, salt: bytes = b"") -> list[bytes]:
+    """Return one name for each full page of a sequence. salt: of the adapter that made its KV."""
+    names, chained = [], salt
+    for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
+        content = token_ids[start : start + page_tokens].astype("<i4").tobytes()
+        chained = hashlib.blake2b(chained + content, digest_size=16).digest()
+        names.append(chained)
+    return names
+
+
+class PrefixStore:
+    """Names to pages, for one version of each adapter. Owned by the sampler's thread."""
+
+    def __init__(self, pages: Pages, form: TableForm, *, enabled: bool = True) -> None:
+        self._pages, self._form, self.enabled = pages, form, enabled
+        self._by_key: OrderedDict[Key, int] = OrderedDict()  # least recently used first
+        self._salts: dict[Key, bytes] = {}  # of those pages that an adapter made
+        self._hit = self._asked = self._evicted = self._hidden = 0
+
+    def stats(self) -> PrefixStats:
+        """Return the totals so far."""
+        return PrefixStats(
+            hit_tokens=self._hit,
+            hidden_tokens=self._hidden,
+            asked_tokens=self._asked,
+            evicted_pages=self._evicted,
+        )
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Pages in the store."""
+        return tuple(self._by_key.values())
+
+    def match(self, token_ids: IntArray, salt: bytes = b"") -> tuple[Table, int]:
+        """Return the pages of the longest stored prefix, [groups, n], of each group those that what
+        follows sees; the caller holds them from now on, too. And how many more pages there are but
+        for layers with a window.
+
+        At least one token stays unmatched: its logits must be computed. salt: of the adapter that
+        computes them.
+        """
+        form = self._form
+        if not self.enabled:
+            return np.full((form.groups, 0), form.no_page, np.int32), 0
+        names = page_names(token_ids[:-1], form.page_tokens, salt)
+        count, of_all_tokens = self._longest(names)
+        table = np.full((form.groups, count), form.no_page, np.int32)
+        firsts = form.first_pages(count * form.page_tokens + 1)
+        for g, first in enumerate(firsts):
+            for number in reversed(range(first, count)):  # ends first: they are evicted first
+                key = g, names[number]
+                table[g, number] = self._by_key[key]
+                self._by_key.move_to_end(key)
+        self._pages.hold(form.pages_in(table))
+        return table, of_all_tokens - count
+
+    def _longest(self, names: Sequence[bytes]) -> tuple[int, int]:
+        """Return behind how many of these pages a prompt can go on, and how many of them the layers
+        that see everything have; where there are no such layers, the same number."""
+        form, count = self._form, len(names)
+        rows = [
+            (group, [(g, name) in self._by_key for name in names])
+            for g, group in enumerate(form.layout.groups)
+        ]
+        for group, there in rows:
+            if not group.window and False in there:
+                count = min(count, there.index(False))
+        windowed = [(group, there) for group, there in rows if group.window]
+
+        def can_go_on(end: int) -> bool:
+            tokens, G = end * form.page_tokens + 1, form.page_tokens
+            return all(all(there[group.first_page(tokens, G) : end]) for group, there in windowed)
+
+        end = next(end for end in range(count, -1, -1) if can_go_on(end))
+        return end, count if len(windowed) < len(rows) else end
+
+    def count(self, *, matched_pages: int, hidden_pages: int, asked_tokens: int) -> None:
+        """Count a match that was used."""
+        self._hit += matched_pages * self._form.page_tokens
+        self._hidden += hidden_pages * self._form.page_tokens
+        self._asked += asked_tokens
+
+    def put(self, token_ids: IntArray, table: Table, salt: bytes = b"") -> None:
+        """Keep the full pages that a sequence has. salt: of the adapter that made them."""
+        if not self.enabled:
+            return
+        names = page_names(token_ids, self._form.page_tokens, salt)
+        for g, row in enumerate(table):
+            for name, page in reversed(list(zip(names, row.tolist(), strict=False))):
+                if page == self._form.no_page:
+                    continue
+                key = g, name
+                if key not in self._by_key:
+                    self._pages.hold([page])
+                    self._by_key[key] = page
+                    if salt:
+                        self._salts[key] = salt
+                self._by_key.move_to_end(key)
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` pages that only the store holds; return how many."""
+        evicted: list[Key] = []
+        for key, page in self._by_key.items():
+            if len(evicted) == count:
+                break
+            if self._pages.holders(page) == 1:
+                evicted.append(key)
+        self._drop(evicted)
+        self._evicted += len(evicted)
+        return len(evicted)
+
+    def clear(self) -> None:
+        """Forget everything: the weights have changed."""
+        self._drop(list(self._by_key))
+
+    def forget(self, salt: bytes) -> None:
+        """Forget what an adapter's weights have made: they have changed, or are gone."""
+        self._drop([key for key, of in self._salts.items() if of == salt])
+
+    def _drop(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._pages.release([self._by_key.pop(key)])
+            self._salts.pop(key, None)
+
+
+class KvPool:
+    """The pages of the KV cache with the prefixes that they keep. Owned by the sampler's thread."""
+
+    def __init__(self, pages: Pages, store: PrefixStore, form: TableForm) -> None:
+        self.pages, self.store, self._form = pages, store, form
+
+    def take(self, count: int, *, spare: int = 0) -> list[int] | None:
+        """Return `count` pages, evicting stored prefixes if too few are free; None if fewer than
+        `spare` pages would be left."""
+        short = count + spare - self.pages.num_free
+        if short > 0:
+            short -= self.store.evict(short)
+        return None if short > 0 else self.pages.allocate(count)
+
+    def fill(self, table: Table, where: BoolArray, *, spare: int = 0) -> bool:
+        """Put pages into a table there; return False, taking none, as for `take`."""
+        pages = self.take(int(where.sum()), spare=spare)
+        if pages is None:
+            return False
+        table[where] = pages
+        return True
+
+    def take_for_prompt(
+        self, token_ids: IntArray, *, spare: int, salt: bytes = b""
+    ) -> tuple[Table | None, int]:
+        """Return the table of a prompt, with pages found in the prefix store first, and how many of
+        its tokens they hold already. None as for `take`. salt: of the request's adapter.
+
+        It has the pages that the prompt keeps at its end; those that a window hides before it ends
+        are taken when it comes to them (Batch.prefill).
+        """
+        form, tokens = self._form, len(token_ids)
+        matched, hidden = self.store.match(token_ids, salt)
+        table, found = form.empty(), matched.shape[1]
+        table[:, :found] = matched
+        lacks = form.missing(table, np.maximum(form.first_pages(tokens), found), tokens)
+        if not self.fill(table, lacks, spare=spare):
+            self.pages.release(form.pages_in(matched))
+            return None, 0
+        self.store.count(matched_pages=found, hidden_pages=hidden, asked_tokens=tokens)
+        return table, found * form.page_tokens
+
+    def take_for_follower(self, tokens: int, *, spare: int) -> Table | None:
+        """Return the table of a request with as many tokens as one that is being prefilled, and the
+        same: its last page is its own, all full pages come later (`share`). None as for `take`."""
+        table = self._form.empty()
+        full, rest = divmod(tokens, self._form.page_tokens)
+        own = np.zeros(table.shape, bool)
+        own[:, full] = rest > 0
+        return table if self.fill(table, own, spare=spare) else None
+
+    def share(self, table: Table, into: Table, tokens: int) -> None:
+        """Hold the full pages of so many tokens of a table for a follower's, too."""
+        full = tokens // self._form.page_tokens
+        into[:, :full] = table[:, :full]
+        self.pages.hold(self._form.pages_in(into[:, :full]))
+
+    @property
+    def used_share(self) -> float:
+        """Share of the pages in use; above LOW, pages that could be evicted are not counted."""
+        share = self.pages.used_share
+        if share > LOW:
+            idle = sum(self.pages.holders(p) == 1 for p in self.store.held)
+            share -= idle / self.pages.count
+        return share
