@@ -571,7 +571,7 @@ class DecodeLoop:
     def _count(self, batch: Batch, **more: float) -> None:
         """Add to the counters and read the gauges. The record is replaced whole, so that readers
         never see half a change."""
-        prefixes = batch.store.stats()
+        prefixes = batch.cache.prefixes.stats()
         self.stats = replace(
             self.stats.plus(**more).updated(batch.stats),
             generated_tokens=batch.stats.used_slot_steps,
@@ -581,7 +581,7 @@ class DecodeLoop:
             evicted_pages=prefixes.evicted_pages,
             in_flight=len(batch.placed),
             waiting=len(batch.queue),
-            used_page_share=batch.pages.used_share,
+            used_page_share=batch.cache.pages.used_share,
             compiled_programs=self._setup.engine.num_compiled,
         )
 

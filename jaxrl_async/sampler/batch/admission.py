@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
-from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, adjusted_limit
-from jaxrl_async.sampler.batch.kv_cache import KvPool
+from jaxrl_async.sampler.batch.concurrency import LOW, Limit, SamplerLoad, adjusted_limit
+from jaxrl_async.sampler.batch.kv_cache import KvCache
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 
@@ -17,10 +17,10 @@ class Admission:
     """The queue, and how many of its requests may be in flight. Changed by the sampler's thread
     alone."""
 
-    def __init__(self, pool: KvPool, total_slots: int) -> None:
+    def __init__(self, cache: KvCache, total_slots: int) -> None:
         self.queue: WaitingQueue[LiveRequest] = WaitingQueue()
         self.limit = Limit(value=total_slots, least=1, most=total_slots)
-        self._pool = pool
+        self._cache = cache
         self._orders = itertools.count()
         self._preempted_seen = 0
 
@@ -89,9 +89,9 @@ class Admission:
         content, prefilled = (weights.salt, token_ids.tobytes()), 0
         leader = leaders.get(content)
         if leader is not None:
-            table = self._pool.take_for_follower(len(token_ids), spare=spare)
+            table = self._cache.allocate_follower(len(token_ids), spare=spare)
         else:
-            table, prefilled = self._pool.take_for_prompt(token_ids, spare=spare, salt=weights.salt)
+            table, prefilled = self._cache.allocate(token_ids, spare=spare, salt=weights.salt)
         if table is None:
             return None
         prefilling = Prefilling(
@@ -118,8 +118,14 @@ class Admission:
         load = SamplerLoad(
             running=in_flight,
             waiting=len(self.queue),
-            used_share=self._pool.used_share,
+            used_share=self._used_share(),
             preempted=preempted - self._preempted_seen,
         )
         self._preempted_seen = preempted
         self.limit = adjusted_limit(self.limit, load)
+
+    def _used_share(self) -> float:
+        """Return the share of the pages in use; above LOW, without those that can be evicted: only
+        there it matters, and they are many to count."""
+        share = self._cache.pages.used_share
+        return share - self._cache.evictable_share if share > LOW else share

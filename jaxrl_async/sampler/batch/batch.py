@@ -25,7 +25,7 @@ from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
 from jaxrl_async.sampler.batch.decoding import decode_args, form_of
 from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
-from jaxrl_async.sampler.batch.kv_cache import KvPool, Pages, PrefixStore, Table
+from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
 from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
@@ -103,15 +103,12 @@ class Batch:
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
-        self.pages = Pages(self.spec.pages)
-        stored = prefix_cache and not self.spec.model.delta  # whose states are not in pages
-        self.form = form_of(self.spec)
-        self.store = PrefixStore(self.pages, self.form, enabled=stored)
-        self._pool = KvPool(self.pages, self.store, self.form)
-        self.slots = Slots(self.spec.total_slots, max_new=max_new, form=self.form)
+        stores = prefix_cache and not self.spec.model.delta  # whose states are not in pages
+        self.cache = KvCache(form_of(self.spec), self.spec.pages, stores=stores)
+        self.slots = Slots(self.spec.total_slots, max_new=max_new, cache=self.cache)
         self._routes = _routes_of(self.spec)
         self.state: DecodeState = engine.init_decode_state()
-        self.admission = Admission(self._pool, self.spec.total_slots)
+        self.admission = Admission(self.cache, self.spec.total_slots)
         self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
         self.placed: dict[int, Placed] = {}  # by slot index, in order of admission
         self.stats = BatchStats()
@@ -148,8 +145,7 @@ class Batch:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is held by exactly those that name it."""
-        placed = [self.form.pages_in(self._table_of(p)) for p in self.placed.values()]
-        self.pages.check_integrity([*placed, self.store.held])
+        self.cache.check_integrity(self._table_of(p) for p in self.placed.values())
 
     def _table_of(self, placed: Placed) -> Table:
         return self.slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
@@ -191,7 +187,7 @@ class Batch:
             slot_index,
             by_content,
             weights=used,
-            spare=len(self.placed) * self.form.groups,
+            spare=len(self.placed) * self.cache.form.groups,
         )
         if prefilling is None:
             return False
@@ -216,7 +212,7 @@ class Batch:
             for _, leader in done:
                 followers, leader.followers = leader.followers, []
                 for follower in followers:
-                    self._pool.share(leader.table, follower.table, len(leader.token_ids))
+                    self.cache.share(leader.table, follower.table, len(leader.token_ids))
                 for prefilling in (leader, *followers):  # all have the leader's KV
                     prefilling.kv_version = leader.kv_version
                     self.guarded(prefilling, self._start_running)
@@ -250,7 +246,7 @@ class Batch:
         while not all(self._filled(part) for part in parts):
             self._preempt_one()
             parts = plan_parts(self.prefilling, self._chunk, self._images)
-        if self.store.enabled:
+        if self.cache.prefixes.enabled:
             for part in parts:  # what no later token sees: for prompts that begin alike
                 self._filled(part, hidden=True)
         return parts
@@ -258,23 +254,22 @@ class Batch:
     def _filled(self, part: Part, *, hidden: bool = False) -> bool:
         """Whether a request has pages for its next tokens, hidden: also for those of them that its
         own later tokens do not see. Take them if there are enough."""
-        (prefilling, count), form = part, self.form
+        (prefilling, count), form = part, self.cache.form
         end = prefilling.prefilled + count
         first = prefilling.prefilled // form.page_tokens if hidden else form.first_pages(end)
-        return self._pool.fill(prefilling.table, form.missing(prefilling.table, first, end))
+        return self.cache.fill(prefilling.table, first, end)
 
     def _keep_pages(self, chunk: Chunk) -> None:
         """Store the full pages of what a chunk has prefilled, and give back those that windows
         hide from all that follows."""
         for prefilling, _ in chunk.parts:
             table, used = prefilling.table, self.weights.of(prefilling.request)
-            hidden = self.form.hidden(table, prefilling.prefilled)
+            hidden = self.cache.form.hidden(table, prefilling.prefilled)
             done = prefilling.prefilled == len(prefilling.token_ids)
             if prefilling.kv_version == used.version and (done or hidden.any()):
                 known = prefilling.token_ids[: prefilling.prefilled]
-                self.store.put(known, table, used.salt)
-            self.pages.release(table[hidden].tolist())
-            table[hidden] = self.form.no_page
+                self.cache.prefixes.put(known, table, used.salt)
+            self.cache.release(table, hidden)
 
     def _start_running(self, prefilling: Prefilling) -> None:
         """Move a prefilled request to its slot: it decodes from the next block on."""
@@ -303,8 +298,7 @@ class Batch:
         if saved.kv_page_tokens not in (0, self.spec.page_tokens):
             return  # some of our pages that a window sees would have a part of it alone
         n = saved_tokens(prefilling, saved.kv)
-        lacks = self.form.missing(prefilling.table, self.form.first_pages(n + 1), n)
-        if not self._pool.fill(prefilling.table, lacks):
+        if not self.cache.fill(prefilling.table, self.cache.form.first_pages(n + 1), n):
             return
         n, prefix, cells = saved_chunk(prefilling, saved.kv, self.spec)
         args = insert_args(cells, [], self.spec, self.seed)
@@ -340,10 +334,10 @@ class Batch:
 
         def has_pages(running: Running) -> bool:
             left = running.live.max_new - int(self.slots.drawn[running.slot_index])
-            return self.slots.grow(running.slot_index, steps, left, self._pool)
+            return self.slots.grow(running.slot_index, steps, left)
 
         for running in running_of(self.placed.values()):
-            self.pages.release(self.slots.give_back(running.slot_index))
+            self.slots.release_hidden(running.slot_index)
         spec, rows = self.spec, []
         for running in running_of(self.placed.values())[: spec.slots]:
             while self.placed.get(running.slot_index) is running and not has_pages(running):
@@ -410,7 +404,7 @@ class Batch:
         output = self.slots.output(slot, extras=stage.request.extras)
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
-        pages = self.slots.tables[slot, 0, : self.form.num_pages(tokens)]
+        pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]
         experts = self._routes.of_request(pages, tokens, stage.live.partial)
         return replace(output, expert_ids=experts)
 
@@ -420,9 +414,9 @@ class Batch:
         """Free a slot and its pages; the followers of an unfinished prefill wait again."""
         del self.placed[placed.slot_index]
         if isinstance(placed, Running):
-            self.pages.release(self.form.pages_in(self.slots.free(placed.slot_index)))
+            self.cache.release(self.slots.free(placed.slot_index))
             return
-        self.pages.release(self.form.pages_in(placed.table))
+        self.cache.release(placed.table)
         for follower in placed.followers:
             self.leave(follower)
         self.queue.put_back([follower.live for follower in placed.followers])

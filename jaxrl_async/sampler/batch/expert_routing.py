@@ -59,7 +59,7 @@ class Routes:
         for span in spans:
             length = int(into.lengths[span.slot])
             where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
-            G = into.form.page_tokens
+            G = into.cache.form.page_tokens
             cells = into.tables[span.slot, 0, where // G], where % G
             self.put(routes[owners == span.slot], *cells)
 

@@ -18,7 +18,7 @@ def ended(batch: Batch, running: Running) -> Output:
     slot, used = running.slot_index, batch.weights.of(running.request)
     if running.kv_version is not None and running.kv_version == used.version:
         whole = np.concatenate([running.request.token_ids, output.token_ids])
-        batch.store.put(whole, batch.slots.tables[slot], used.salt)
+        batch.cache.prefixes.put(whole, batch.slots.tables[slot], used.salt)
     batch.leave(running)
     return output
 
@@ -34,7 +34,7 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
     slot = stage.slot_index
     tokens = int(batch.slots.lengths[slot])
     kv = kv_of_pages(batch.state.kv, batch.slots.tables[slot], tokens, batch.spec)
-    lacks = batch.form.first_pages(tokens).any()
+    lacks = batch.cache.form.first_pages(tokens).any()
     return replace(
         saved,
         kv=kv,

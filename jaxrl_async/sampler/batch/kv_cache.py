@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_async.model.kv_layout import KvLayout
-from jaxrl_async.sampler.batch.concurrency import LOW
 from jaxrl_async.types import BoolArray, IntArray
 
 Table = IntArray
@@ -284,68 +283,101 @@ class PrefixStore:
             self._salts.pop(key, None)
 
 
-class KvPool:
-    """The pages of the KV cache with the prefixes that they keep. Owned by the sampler's thread."""
+class KvCache:
+    """The pages of a sampler's KV, shared by its requests and kept for later ones.
 
-    def __init__(self, pages: Pages, store: PrefixStore, form: TableForm) -> None:
-        self.pages, self.store, self._form = pages, store, form
+        allocate    the table of a new request: stored prefixes first, then free pages
+        grow, fill  more pages for a table, as its sequence gets longer
+        share       the full pages of one table for another with the same tokens
+        release     the pages of a table, all of them or those that no later token sees
 
-    def take(self, count: int, *, spare: int = 0) -> list[int] | None:
-        """Return `count` pages, evicting stored prefixes if too few are free; None if fewer than
-        `spare` pages would be left."""
-        short = count + spare - self.pages.num_free
-        if short > 0:
-            short -= self.store.evict(short)
-        return None if short > 0 else self.pages.allocate(count)
+    Whatever takes pages evicts stored prefixes if too few are free, and takes none if that is not
+    enough. Owned by the sampler's thread.
+    """
 
-    def fill(self, table: Table, where: BoolArray, *, spare: int = 0) -> bool:
-        """Put pages into a table there; return False, taking none, as for `take`."""
-        pages = self.take(int(where.sum()), spare=spare)
+    def __init__(self, form: TableForm, num_pages: int, *, stores: bool = True) -> None:
+        """Begin with free pages. stores: whether prefixes are kept."""
+        self.form = form
+        self.pages = Pages(num_pages)
+        self.prefixes = PrefixStore(self.pages, form, enabled=stores)
+
+    def allocate(
+        self, token_ids: IntArray, *, spare: int, salt: bytes = b""
+    ) -> tuple[Table | None, int]:
+        """Return the table of a prompt, and how many of its tokens it has the KV of already. None
+        if fewer than `spare` pages would be left. salt: of the request's adapter.
+
+        The table has the pages that the prompt keeps at its end; those that a window hides before
+        it ends are taken when it comes to them (`fill`).
+        """
+        form, tokens = self.form, len(token_ids)
+        matched, hidden = self.prefixes.match(token_ids, salt)
+        table, found = form.empty(), matched.shape[1]
+        table[:, :found] = matched
+        firsts = np.maximum(form.first_pages(tokens), found)
+        if not self.fill(table, firsts, tokens, spare=spare):
+            self.release(matched)
+            return None, 0
+        self.prefixes.count(matched_pages=found, hidden_pages=hidden, asked_tokens=tokens)
+        return table, found * form.page_tokens
+
+    def allocate_follower(self, tokens: int, *, spare: int) -> Table | None:
+        """Return the table of a request with as many tokens as one that is being prefilled, and the
+        same: its last page is its own, all full pages come later (`share`). None as for
+        `allocate`."""
+        table = self.form.empty()
+        first = tokens // self.form.page_tokens
+        return table if self.fill(table, first, tokens, spare=spare) else None
+
+    def fill(self, table: Table, first: IntArray | int, tokens: int, *, spare: int = 0) -> bool:
+        """Take the pages that a table lacks for so many tokens; return False, taking none, if fewer
+        than `spare` would be left.
+
+        first: the first page that is needed, of each group [groups] or of all.
+        """
+        where = self.form.missing(table, first, tokens)
+        pages = self._take(int(where.sum()), spare)
         if pages is None:
             return False
         table[where] = pages
         return True
 
-    def take_for_prompt(
-        self, token_ids: IntArray, *, spare: int, salt: bytes = b""
-    ) -> tuple[Table | None, int]:
-        """Return the table of a prompt, with pages found in the prefix store first, and how many of
-        its tokens they hold already. None as for `take`. salt: of the request's adapter.
-
-        It has the pages that the prompt keeps at its end; those that a window hides before it ends
-        are taken when it comes to them (Batch.prefill).
-        """
-        form, tokens = self._form, len(token_ids)
-        matched, hidden = self.store.match(token_ids, salt)
-        table, found = form.empty(), matched.shape[1]
-        table[:, :found] = matched
-        lacks = form.missing(table, np.maximum(form.first_pages(tokens), found), tokens)
-        if not self.fill(table, lacks, spare=spare):
-            self.pages.release(form.pages_in(matched))
-            return None, 0
-        self.store.count(matched_pages=found, hidden_pages=hidden, asked_tokens=tokens)
-        return table, found * form.page_tokens
-
-    def take_for_follower(self, tokens: int, *, spare: int) -> Table | None:
-        """Return the table of a request with as many tokens as one that is being prefilled, and the
-        same: its last page is its own, all full pages come later (`share`). None as for `take`."""
-        table = self._form.empty()
-        full, rest = divmod(tokens, self._form.page_tokens)
-        own = np.zeros(table.shape, bool)
-        own[:, full] = rest > 0
-        return table if self.fill(table, own, spare=spare) else None
+    def grow(self, table: Table, begin: int, end: int) -> bool:
+        """Take the pages `begin` to `end` of each group, which a table lacks; return False, taking
+        none, if there are too few. The cost does not depend on the table's width."""
+        pages = self._take((end - begin) * self.form.groups, 0)
+        if pages is None:
+            return False
+        table[:, begin:end] = np.reshape(pages, (self.form.groups, end - begin))
+        return True
 
     def share(self, table: Table, into: Table, tokens: int) -> None:
         """Hold the full pages of so many tokens of a table for a follower's, too."""
-        full = tokens // self._form.page_tokens
+        full = tokens // self.form.page_tokens
         into[:, :full] = table[:, :full]
-        self.pages.hold(self._form.pages_in(into[:, :full]))
+        self.pages.hold(self.form.pages_in(into[:, :full]))
+
+    def release(self, table: Table, where: BoolArray | None = None) -> None:
+        """Give up the pages of a table there, all of them if None, and take them out of it."""
+        given = table != self.form.no_page if where is None else where
+        self.pages.release(table[given].tolist())
+        table[given] = self.form.no_page
 
     @property
-    def used_share(self) -> float:
-        """Share of the pages in use; above LOW, pages that could be evicted are not counted."""
-        share = self.pages.used_share
-        if share > LOW:
-            idle = sum(self.pages.holders(p) == 1 for p in self.store.held)
-            share -= idle / self.pages.count
-        return share
+    def evictable_share(self) -> float:
+        """Pages that only the prefix store holds over all pages. Looks at each stored page."""
+        return sum(self.pages.holders(p) == 1 for p in self.prefixes.held) / self.pages.count
+
+    def check_integrity(self, tables: Iterable[Table]) -> None:
+        """Raise AssertionError unless each page is held by exactly those that name it.
+
+        tables: of all requests that have one.
+        """
+        held = [self.form.pages_in(table) for table in tables]
+        self.pages.check_integrity([*held, self.prefixes.held])
+
+    def _take(self, count: int, spare: int) -> list[int] | None:
+        short = count + spare - self.pages.num_free
+        if short > 0:
+            short -= self.prefixes.evict(short)
+        return None if short > 0 else self.pages.allocate(count)

@@ -11,7 +11,7 @@ from jaxrl_async.sampler.batch.sequence import Placed, Prefilling, Running
 
 def new_version(batch: Batch, version: int) -> None:
     """Use this version of the base from now on; KV of earlier versions is no longer shared."""
-    batch.store.clear()
+    batch.cache.prefixes.clear()
     batch.weights.base = PlacedAdapter(version=version)
     _renew(batch, "", version)
 
@@ -20,14 +20,14 @@ def new_adapter(batch: Batch, new: PlacedAdapter) -> None:
     """Use this version of an adapter from now on; KV of its earlier one is no longer shared."""
     before = batch.weights.adapters.loaded.get(new.name)
     if before is not None:
-        batch.store.forget(before.salt)
+        batch.cache.prefixes.forget(before.salt)
     batch.weights.adapters.put(new)
     _renew(batch, new.name, new.version)
 
 
 def drop_adapter(batch: Batch, name: str) -> None:
     """Free the place of an adapter that no request is drawn with."""
-    batch.store.forget(batch.weights.adapters.loaded[name].salt)
+    batch.cache.prefixes.forget(batch.weights.adapters.loaded[name].salt)
     batch.weights.adapters.take_out(name)
 
 

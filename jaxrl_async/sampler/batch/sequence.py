@@ -95,7 +95,7 @@ class Prefilling:
     slot_index: int
     order: int  # number of its admission
     token_ids: IntArray  # to prefill
-    table: IntArray  # its pages, see tables.py
+    table: IntArray  # its pages, see kv_cache.py
     prefilled: int = 0  # of token_ids
     kv_version: int | None  # the one version that made all its KV; None: several did
     place: int = 0  # of its adapter; 0: it has none

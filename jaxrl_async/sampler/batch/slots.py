@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.sampler.batch.kv_cache import KvPool, Table, TableForm
+from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
 from jaxrl_async.sampler.batch.sequence import Output
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
 
@@ -25,11 +25,13 @@ class Span(NamedTuple):
 class Slots:
     """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
 
-    def __init__(self, total_slots: int, *, max_new: int, form: TableForm) -> None:
-        self.form = form
-        self.tables: IntArray = np.stack([form.empty()] * total_slots)  # [S, groups, width]
+    def __init__(self, total_slots: int, *, max_new: int, cache: KvCache) -> None:
+        self.cache = cache
+        self.tables: IntArray = np.stack([cache.form.empty()] * total_slots)  # [S, groups, width]
         self._ends = np.zeros(total_slots, np.int32)  # pages up to which a slot has all it needs
-        self._at = np.zeros(total_slots, np.int32)  # page of the last token, at the last give_back
+        self._at = np.zeros(
+            total_slots, np.int32
+        )  # page of the last token, at the last release_hidden
         self.lengths = np.zeros(total_slots, np.int32)
         self.drawn = np.zeros(total_slots, np.int32)
         self.logits_versions = np.zeros(total_slots, np.int32)
@@ -44,7 +46,7 @@ class Slots:
         """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`, with
         the adapter in `place`."""
         self.tables[slot] = table
-        self._ends[slot], self._at[slot] = self.form.end(table), 0
+        self._ends[slot], self._at[slot] = self.cache.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot], self.places[slot] = version, place
         self.kept[slot] = []
@@ -62,33 +64,28 @@ class Slots:
     def free(self, slot: int) -> Table:
         """Empty a slot and return its table, whose pages stay held."""
         table = self.tables[slot].copy()
-        self.tables[slot] = self.form.no_page
+        self.tables[slot] = self.cache.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
         self.kept[slot] = []
         return table
 
-    def give_back(self, slot: int) -> list[int]:
-        """Take out and return the pages that windows hide from every later token."""
-        at = (int(self.lengths[slot]) - 1) // self.form.page_tokens
-        if at == self._at[slot]:
-            return []
-        self._at[slot], table = at, self.tables[slot]
-        hidden = self.form.hidden(table, int(self.lengths[slot]))
-        given: list[int] = table[hidden].tolist()
-        table[hidden] = self.form.no_page
-        return given
+    def release_hidden(self, slot: int) -> None:
+        """Give up the pages that windows hide from every later token."""
+        form, length = self.cache.form, int(self.lengths[slot])
+        at = (length - 1) // form.page_tokens
+        if at != self._at[slot]:
+            self._at[slot], table = at, self.tables[slot]
+            self.cache.release(table, form.hidden(table, length))
 
-    def grow(self, slot: int, steps: int, limit: int, pool: KvPool) -> bool:
+    def grow(self, slot: int, steps: int, limit: int) -> bool:
         """Give a slot the pages for `steps` more tokens, `limit` of them at most; return False if
-        the pool has too few."""
+        the cache has too few."""
         begin = int(self._ends[slot])
-        end = self.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
+        end = self.cache.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
         if end <= begin:
             return True
-        more = pool.take((end - begin) * self.form.groups)
-        if more is None:
+        if not self.cache.grow(self.tables[slot], begin, end):
             return False
-        self.tables[slot, :, begin:end] = np.reshape(more, (self.form.groups, end - begin))
         self._ends[slot] = end
         return True
 
