@@ -38,7 +38,6 @@ HOST_SIDE = [
     "sampler.lifetime",
     "staleness",
     "codec",
-    "sampler.batch.concurrency",
     "sampler.batch.sequence",
     "sampler.batch.admission",
     "sampler.batch.kv_cache",

@@ -735,9 +735,11 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/waiting",
-        ("sampler/batch/test_waiting.py",),
+        "sampler/batch/admission",
+        ("sampler/batch/test_host_parts.py", "sampler/batch/test_waiting.py"),
         (
+            ("load.running >= limit.requests", "load.running > limit.requests"),
+            ("load.used_share > HIGH", "load.used_share < HIGH"),
             ("self._in_a_row >= self._most", "self._in_a_row > self._most"),
             ("self._in_a_row + 1 if passes else 0", "self._in_a_row + 1"),
             ("reversed([*before, *those])", "reversed([*those, *before])"),
@@ -753,14 +755,6 @@ GROUPS = (
             ("count = min(total - start, budget)", "count = min(total, budget)"),
             ("power * 3 // 4 if power >= 4 and", "power * 3 // 4 if power > 4 and"),
             ("if 2 * there > b)", "if there > b)"),
-        ),
-    ),
-    Group(
-        "sampler/batch/concurrency",
-        ("sampler/batch/test_host_parts.py",),
-        (
-            ("load.running >= limit.requests", "load.running > limit.requests"),
-            ("load.used_share > HIGH", "load.used_share < HIGH"),
         ),
     ),
     Group(

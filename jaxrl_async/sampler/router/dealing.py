@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.router.job import RouterJob
 
 K = TypeVar("K")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from jaxrl_async.errors import Closed, SamplersLost, WeightsError
 from jaxrl_async.ports import Clock, Replica, ReplicaStats
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.router.dealing import Candidate
 from jaxrl_async.sampler.router.job import RouterJob, refusal
 from jaxrl_async.sampler.router.supervise import (

@@ -11,7 +11,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.families.parts import LayerKind
 from jaxrl_async.model.kv_layout import KvGroup, KvLayout, layout_of
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
+from jaxrl_async.sampler.batch.admission import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Pages, PrefixStore, TableForm, page_names
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
