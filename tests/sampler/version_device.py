@@ -30,6 +30,7 @@ class TwoLayers:
     vocab: int = VOCAB
     head_dim: int = 2
     delta: None = None
+    latent: None = None
     cached_shape: tuple[int, int, int] = (2, 1, 2)
 
 
