@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
+from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams, TokenRecord
 
 MAX_STOP_TOKENS = 8
 """Most stop tokens of one request."""
@@ -316,7 +316,7 @@ def _row(values: Any, count: int, dtype: type) -> Any:
     return values.astype(dtype)
 
 
-def check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
+def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> None:
     """Raise RolloutError unless the columns that `extras` asks for cover every drawn token."""
     kept = saved.kept
     if request.extras and count and (saved.full_logprobs is None or kept is None):
@@ -366,7 +366,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         )
 
 
-def check_expert_ids(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def check_expert_ids(name: str, saved: TokenRecord, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids

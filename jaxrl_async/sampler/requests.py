@@ -16,10 +16,10 @@ from typing import Any
 
 from jaxrl_async.ports import Clock
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Stage
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
-from jaxrl_async.types import Completion, Partial, Request, StopReason
+from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
 # ---- answers
 
 
-def completion_of(stage: Stage, output: Output, now: float) -> Completion:
+def completion_of(stage: Stage, output: TokenRecord, now: float) -> Completion:
     """Return the answer to a request, given its tokens so far and the time."""
     tokens, request, waiter = output.token_ids, stage.request, stage.owner
     stopped = (
@@ -174,16 +174,11 @@ def completion_of(stage: Stage, output: Output, now: float) -> Completion:
     started = now if waiter.started_at is None else waiter.started_at
     return Completion(
         request_id=request.request_id,
-        token_ids=tokens,
-        logprobs=output.logprobs,
-        versions=output.versions,
         stop=StopReason.EOS if stopped else StopReason.LENGTH,
         queued_s=started - waiter.queued_at,
         first_token_s=first - waiter.queued_at,
         latency_s=now - waiter.queued_at,
-        full_logprobs=output.full_logprobs,
-        kept=output.kept,
-        expert_ids=output.expert_ids,
+        **output.columns,
     )
 
 

@@ -37,7 +37,7 @@ from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import ended, request_as_data
 from jaxrl_async.sampler.batch.new_weights import new_version
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
+from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
 from jaxrl_async.sampler.compiling import CompilingAhead
 from jaxrl_async.sampler.device.program_arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
@@ -54,7 +54,14 @@ from jaxrl_async.sampler.requests import (
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
-from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
+from jaxrl_async.types import (
+    Completion,
+    Partial,
+    Request,
+    StopReason,
+    TokenRecord,
+    VersionedParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -364,7 +371,7 @@ class DecodeLoop:
         self._one_process = not spans_processes(setup.engine.spec.mesh)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
-        self.finished: list[tuple[Running, Output]] = []  # not handed out yet
+        self.finished: list[tuple[Running, TokenRecord]] = []  # not handed out yet
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
         self._compiling: CompilingAhead | None = None  # begun with the first block

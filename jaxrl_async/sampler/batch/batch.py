@@ -40,7 +40,6 @@ from jaxrl_async.sampler.batch.prefill import (
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
-    Output,
     Placed,
     Prefilling,
     Running,
@@ -53,7 +52,7 @@ from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, TokenRecord
 
 log = logging.getLogger(__name__)
 
@@ -396,7 +395,7 @@ class Batch:
         """Return how many tokens a request has drawn in its slot."""
         return int(self.slots.drawn[placed.slot_index]) if isinstance(placed, Running) else 0
 
-    def output(self, stage: Stage) -> Output:
+    def output(self, stage: Stage) -> TokenRecord:
         """Return the tokens that a request has drawn so far."""
         if not isinstance(stage, Running):
             return live_of(stage).saved_output

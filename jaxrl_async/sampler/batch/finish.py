@@ -7,11 +7,11 @@ import numpy as np
 
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.decoding import kv_of_pages
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
-from jaxrl_async.types import Partial
+from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
+from jaxrl_async.types import Partial, TokenRecord
 
 
-def ended(batch: Batch, running: Running) -> Output:
+def ended(batch: Batch, running: Running) -> TokenRecord:
     """Take a request out and return its tokens; keep its KV for later turns if one version of the
     weights, the current one, made all of it."""
     output = batch.output(running)

@@ -1,6 +1,6 @@
 """A request as it waits, is prefilled and runs, and its drawn tokens. Pure host code.
 
-    LiveRequest ──admit──> Prefilling ──last token prefilled──> Running ──end──> Output
+    LiveRequest ──admit──> Prefilling ──last token prefilled──> Running ──end──> TokenRecord
          ^                     │            (recompute)  <────────┤
          └──── preempted, restarted, or its leader left ──────────┘
 
@@ -14,22 +14,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxrl_async.types import ExpertIds, FloatArray, IntArray, KeptTokens, Partial, Request
+from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """The tokens that a request has drawn, as arrays of its own."""
-
-    token_ids: IntArray
-    logprobs: FloatArray
-    versions: IntArray
-    full_logprobs: FloatArray | None = None
-    kept: KeptTokens | None = None
-    expert_ids: ExpertIds | None = None
-
-
-NOTHING_DRAWN = Output(
+NOTHING_DRAWN = TokenRecord(
     token_ids=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -59,32 +46,13 @@ class LiveRequest:
         return np.concatenate([self.request.token_ids, self.partial.token_ids]).astype(np.int32)
 
     @property
-    def saved_output(self) -> Output:
+    def saved_output(self) -> TokenRecord:
         """The saved tokens."""
-        saved = self.partial
-        if saved is None:
-            return NOTHING_DRAWN
-        return Output(
-            token_ids=saved.token_ids,
-            logprobs=saved.logprobs,
-            versions=saved.versions,
-            full_logprobs=saved.full_logprobs,
-            kept=saved.kept,
-            expert_ids=saved.expert_ids,
-        )
+        return NOTHING_DRAWN if self.partial is None else self.partial
 
-    def as_partial(self, output: Output, seed: int) -> Partial:
+    def as_partial(self, output: TokenRecord, seed: int) -> Partial:
         """Return the request as data, with what it has drawn and without KV."""
-        return Partial(
-            request=self.request,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            versions=output.versions,
-            seed=seed,
-            full_logprobs=output.full_logprobs,
-            kept=output.kept,
-            expert_ids=output.expert_ids,
-        )
+        return Partial(request=self.request, seed=seed, **output.columns)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
-from jaxrl_async.sampler.batch.sequence import Output
-from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
+from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial, TokenRecord
 
 
 class Span(NamedTuple):
@@ -89,10 +88,10 @@ class Slots:
         self._ends[slot] = end
         return True
 
-    def output(self, slot: int, *, extras: bool) -> Output:
+    def output(self, slot: int, *, extras: bool) -> TokenRecord:
         """Return a copy of the tokens that a slot's sequence has drawn so far."""
         n = int(self.drawn[slot])
-        return Output(
+        return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
