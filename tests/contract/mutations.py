@@ -289,7 +289,7 @@ GROUPS = (
         (
             "sampler/batch/test_host_parts.py::test_masks_are_stored_for_the_requests_that_ask_for_them_alone",
         ),
-        (("if kept is not None and slot in extras", "if kept is not None"),),
+        (("if extras is not None and slot in wanted", "if extras is not None"),),
     ),
     Group(
         "trainer/row_index",

@@ -366,9 +366,8 @@ class Batch:
             block.logprobs,
             block.owners,
             started.versions,
-            block.full_logprobs,
-            block.kept,
-            extras={slot for slot, r in started.running.items() if r.request.extras},
+            block.extras,
+            wanted={slot for slot, r in started.running.items() if r.request.extras},
         )
         self._routes.take(block.routes, block.owners, spans, self.slots)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)

@@ -105,17 +105,20 @@ class Slots:
         logprobs: FloatArray,
         owners: IntArray,
         version: int | IntArray,
-        full_logprobs: FloatArray | None = None,
-        kept: Any = None,
-        extras: Collection[int] = (),
+        extras: Any = None,
+        wanted: Collection[int] = (),
     ) -> list[Span]:
         """Add a block's tokens [R, block] to their slots; return what each slot drew.
 
-        full_logprobs and kept are stored for the slots in `extras` alone: the mask of a request
-        that leaves no token out would be its whole vocabulary, 4 bytes an id, for each token.
-
-        A slot's first token was drawn from logits computed before the block and has their version;
-        the others have the block's: `version`, of all slots or [S] of each.
+        Args:
+            tokens: ids that were drawn.
+            logprobs: of these tokens.
+            owners: slot of each token.
+            version: of the weights that computed the block, of all slots or [S] of each. A slot's
+                first token was drawn from logits computed before and has their version.
+            extras: sampling.TokenExtras [R, block, ...]; None: no request wants them.
+            wanted: slots whose requests want them. Only these store them: the mask of a request
+                that leaves no token out is its whole vocabulary, 4 bytes an id, for each token.
         """
         versions = np.broadcast_to(np.asarray(version, np.int32), len(self.tables))
         flat = owners.reshape(-1)
@@ -132,10 +135,9 @@ class Slots:
             self.logprobs[slot, begin:end] = logprobs.reshape(-1)[taken]
             self.versions[slot, begin:end] = versions[slot]
             self.versions[slot, begin] = self.logits_versions[slot]
-            if full_logprobs is not None and slot in extras:
-                self.full_logprobs[slot, begin:end] = full_logprobs.reshape(-1)[taken]
-            if kept is not None and slot in extras:
-                words = kept.reshape(-1, kept.shape[-1])[taken]
+            if extras is not None and slot in wanted:
+                self.full_logprobs[slot, begin:end] = extras.full_logprobs.reshape(-1)[taken]
+                words = extras.kept.reshape(-1, extras.kept.shape[-1])[taken]
                 self.kept[slot] += [unpacked_bits(row) for row in words]
             self.logits_versions[slot] = versions[slot]
             self.drawn[slot] = end

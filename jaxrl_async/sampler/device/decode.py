@@ -37,7 +37,7 @@ from jaxrl_async.sampler.device.program_arguments import (
     EngineWeights,
     SlotParams,
 )
-from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
+from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, no_extras, sample
 
 
 class _Loop(NamedTuple):
@@ -133,8 +133,7 @@ def _begin(
             owners=jnp.full((R, T), S, jnp.int32),
             ends=jnp.zeros((R, T), bool),
             steps=jnp.int32(0),
-            full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
-            kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
+            extras=no_extras((R, T), V) if extras else None,
             routes=jnp.zeros((R, T, *experts), id_dtype(spec.model.experts))
             if spec.keeps_routes
             else None,
@@ -224,10 +223,7 @@ def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
             logprobs=column(out.logprobs, new.logprobs),
             owners=column(out.owners, jnp.where(alive, loop.rows, spec.total_slots)),
             ends=column(out.ends, ends),
-            full_logprobs=None
-            if new.full_logprobs is None
-            else column(out.full_logprobs, new.full_logprobs),
-            kept=None if new.kept is None else column(out.kept, new.kept),
+            extras=jax.tree.map(column, out.extras, new.extras),
         ),
     )
 

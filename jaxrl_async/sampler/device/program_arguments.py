@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta_layer import DeltaState
 from jaxrl_async.model.spec import Params
-from jaxrl_async.sampler.device.sampling import AnyArray, Controls
+from jaxrl_async.sampler.device.sampling import AnyArray, Controls, TokenExtras
 
 
 class EngineWeights(NamedTuple):
@@ -109,6 +109,5 @@ class Block(NamedTuple):
     owners: AnyArray  # [R, block] int32, slot that the token belongs to; S: no token was drawn
     ends: AnyArray  # [R, block] bool, a stop token or the last token that its request may draw
     steps: AnyArray  # [] int32, decode steps made
-    full_logprobs: AnyArray | None = None  # [R, block] float32, with extras
-    kept: AnyArray | None = None  # [R, block, V / 32] uint32, with extras
+    extras: TokenExtras | None = None  # [R, block, ...]
     routes: AnyArray | None = None  # [R, block, layers, k] the token's experts, with keeps_routes

@@ -40,7 +40,7 @@ class Mix(NamedTuple):
 
     truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
-    extras: bool = False  # a request wants full_logprobs and kept
+    extras: bool = False  # a request wants TokenExtras
 
 
 def mix_of(requests: Iterable[Request]) -> Mix:
@@ -59,13 +59,27 @@ def together(mixes: Iterable[Mix]) -> Mix:
     return Mix(*(any(asked) for asked in zip(Mix(), *mixes, strict=True)))
 
 
+class TokenExtras(NamedTuple):
+    """What requests with `extras` get for each token: of a step's slots [S], or of a block's rows
+    and steps [R, block]. A further value is one more field here, in `no_extras` and in
+    `_with_extras`; blocks carry all of them."""
+
+    full_logprobs: AnyArray  # [...] float32, under the model's own distribution
+    kept: AnyArray  # [..., V / 32] uint32, a bit for each token that could be drawn
+
+
+def no_extras(shape: tuple[int, ...], vocab: int) -> TokenExtras:
+    """Return zeros, for tokens [shape] that are not sampled yet."""
+    words = -(-vocab // 32)
+    return TokenExtras(jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, words), jnp.uint32))
+
+
 class SampledTokens(NamedTuple):
-    """One step's tokens, with their log-probs and the tokens that could have been drawn."""
+    """One step's tokens, with their log-probs and what the requests ask for beyond these."""
 
     tokens: Array  # [S] int32
     logprobs: Array  # [S] float32, under the distribution that was drawn from
-    full_logprobs: Array | None = None  # [S] float32, under the model's own distribution
-    kept: Array | None = None  # [S, V / 32] uint32, a bit for each token that could be drawn
+    extras: TokenExtras | None = None
 
 
 def sample(
@@ -116,7 +130,8 @@ def _with_extras(
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    return SampledTokens(tokens, logprobs, full, packed_bits(kept & (logits > MASKED)))
+    extras = TokenExtras(full, packed_bits(kept & (logits > MASKED)))
+    return SampledTokens(tokens, logprobs, extras)
 
 
 def packed_bits(mask: Array) -> Array:

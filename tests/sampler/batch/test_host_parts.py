@@ -15,6 +15,7 @@ from jaxrl_async.sampler.batch.admission import DECREASE, Limit, SamplerLoad, ad
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Pages, PrefixStore, TableForm, page_names
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
+from jaxrl_async.sampler.device.sampling import TokenExtras
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -201,7 +202,7 @@ def test_masks_are_stored_for_the_requests_that_ask_for_them_alone() -> None:
     drawn, full = tokens(3, 5).reshape(2, 1), np.array([[-0.5], [-0.7]], np.float32)
     words = np.array([0b101000, 2**32 - 1], np.uint32).reshape(2, 1, 1)  # [R, block, V / 32]
     owners = tokens(0, 1).reshape(2, 1)
-    slots.take(drawn, full, owners, 4, full, words, extras={0})
+    slots.take(drawn, full, owners, 4, TokenExtras(full, words), wanted={0})
     assert [[ids.tolist() for ids in of] for of in slots.kept] == [[[3, 5]], []]
     own = slots.output(0, extras=True)
     assert own.kept is not None and own.kept.ids.tolist() == [3, 5]
