@@ -13,13 +13,25 @@ from threading import Event
 from typing import Any, Protocol
 
 from jaxrl_async.errors import Closed
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.adapter_change import AdapterChange
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.program_arguments import EngineWeights
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AdapterChange:
+    """One adapter to load, to swap or to unload."""
+
+    name: str
+    params: Params | None  # of adapter_stack.fitted_adapter; None: unload
+    version: int | None = None  # None: the next one
+    probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: it is not checked
+    compared: bool = False  # see types.VersionedParams
+    done: "Future[PlacedAdapter | None]" = field(default_factory=Future)
 
 
 class StagesChanges(Protocol):

@@ -20,8 +20,7 @@ from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.adapter_change import AdapterChange
-from jaxrl_async.sampler.adapter_sources import AdapterSources
+from jaxrl_async.sampler.adapter_sources import AdapterChange, AdapterSources
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.new_weights import drop_adapter, new_adapter, restart, under_way

@@ -38,7 +38,7 @@ from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import ended, request_as_data
 from jaxrl_async.sampler.batch.new_weights import new_version
 from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
-from jaxrl_async.sampler.compiling import CompilingAhead
+from jaxrl_async.sampler.compile_ahead import CompilingAhead
 from jaxrl_async.sampler.device.program_arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime, Living

@@ -1,8 +1,10 @@
 """The statistics of a sampler: each field says once how it merges. Pure host code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
+
+from jaxrl_async.ports import ReplicaStats
 
 Merge = Callable[[Sequence[float]], float]
 
@@ -128,3 +130,33 @@ def _merged(stats: Sequence[SamplerStats], merge_of: Callable[[Kind], Merge]) ->
         for f in fields(SamplerStats)
     }
     return replace(stats[0], **values)
+
+
+class RouterTotals:
+    """One reading of replicas that come and go: a counter never falls, and times stay means over
+    the replicas that were there.
+
+    Keeps the statistics from before the last join or leave, and what each replica had counted then.
+
+    While nobody joins or leaves, a reading is that of the replicas beside one another.
+    """
+
+    def __init__(self) -> None:
+        self._before: ReplicaStats | None = None
+        self._counted: dict[int, ReplicaStats] = {}  # by seat, at the last change
+
+    def read(self, seats: Mapping[int, ReplicaStats]) -> ReplicaStats:
+        """Return one reading, given those of all seats."""
+        parts = [
+            stats.since(self._counted[number]) if number in self._counted else stats
+            for number, stats in seats.items()
+        ]
+        if not parts:
+            return SamplerStats() if self._before is None else self._before
+        now = parts[0].beside(parts[1:])
+        return now if self._before is None else now.after(self._before)
+
+    def change(self, seats: Mapping[int, ReplicaStats]) -> None:
+        """Take note that a seat is about to be added or removed, given the readings of all."""
+        if seats:
+            self._before, self._counted = self.read(seats).ended(), dict(seats)

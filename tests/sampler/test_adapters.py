@@ -22,7 +22,7 @@ from jaxrl_async.model.decoder import TokenRows, init_params, init_table
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.sampler.adapter_sources import AdapterChange
 from jaxrl_async.sampler.adapters import AdapterChanges
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.probe import Probe

@@ -28,7 +28,7 @@ from jaxrl_async.sampler.router.supervise import (
     messages_due,
     trouble,
 )
-from jaxrl_async.sampler.router.totals import RouterTotals
+from jaxrl_async.sampler.stats import RouterTotals
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from jaxrl_async.sampler.router import router as router_module
 from jaxrl_async.sampler.router.job import SUSPECT_AFTER_CUTS, job_for_thread
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import REMIND_S, RestartLimits
-from jaxrl_async.sampler.router.totals import RouterTotals
-from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.stats import RouterTotals, SamplerStats
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Partial
