@@ -1,5 +1,5 @@
-"""What becomes of a batch's requests: taken out with their tokens, saved as data, given up. Used by
-the sampler's thread alone, between two blocks."""
+"""Take requests out of a batch: ended, saved as data, or cancelled. Used only by the sampler's
+thread, between two blocks."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from jaxrl_async.types import Partial, TokenRecord
 
 
 def ended(batch: Batch, running: Running) -> TokenRecord:
-    """Take a request out and return its tokens; keep its KV for later turns if one version of the
-    weights, the current one, made all of it."""
+    """Take a request out and return its tokens; keep its KV for later turns if the current version
+    of the weights computed all of it."""
     output = batch.output(running)
     slot, used = running.slot_index, batch.weights.of(running.request)
     if running.kv_version is not None and running.kv_version == used.version:
@@ -24,8 +24,8 @@ def ended(batch: Batch, running: Running) -> TokenRecord:
 
 
 def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
-    """Return a request as data; with_kv: and its KV, if one version of the weights made all of
-    it."""
+    """Return a request as data. with_kv: include its KV, if one version of the weights computed all
+    of it."""
     saved = live_of(stage).as_partial(batch.output(stage), batch.seed)
     if not (with_kv and isinstance(stage, Running) and stage.kv_version is not None):
         return saved
@@ -44,7 +44,7 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
 
 
 def give_up(batch: Batch, stage: Stage) -> None:
-    """Forget a request whose caller gave up; count what it had drawn."""
+    """Drop a request that its caller cancelled; count its sampled tokens."""
     drawn = len(batch.output(stage).token_ids)
     batch.stats = batch.stats.plus(cancelled_tokens=drawn)
     batch.cancel(stage)

@@ -6,22 +6,22 @@ A sequence has a table with a row for each group of layers:
     group 0, all         5      9      2       7      11
     group 1, window 6    -      -      4       8       3          the page of the last token, and 2
                                                                   before: 5 tokens that it sees
-A group's pages before `first_pages` are hidden by its window for good: they are given back.
+Pages before `first_pages` are hidden by the group's window permanently: they are released.
 
-A page is held by every slot whose table names it, and once by the prefix store if it is stored. A
+A page has one holder for each slot whose table names it, and one more if the prefix store has it. A
 page without holders is free. A page with several holders is never written: it is copied first.
 
-Full pages outlive their request in the prefix store, found again by their tokens:
+Full pages outlive their request in the prefix store, which finds them by their tokens:
 
     tokens              0..3   4..7   8..11  12..15        pages of 4 tokens
     group 0, all          5      9      2       7
-    group 1, window 6     -      -      4       8          found up to 16, and not up to 12: what
-                                                           follows there would see page 1, too
+    group 1, window 6     -      -      4       8          matches 16 tokens, but not 12: the next
+                                                           token there would need page 1
 
-A page's name is a hash chained over all tokens up to its end, so that equal names mean equal
-prefixes by equal weights: the chain of an adapter's pages begins with its name and version. What
-other weights made is forgotten when they change, so that stale KV is never used. Pages that only
-the store holds are evicted, least recently used first, when memory runs short.
+A page's name is a hash chained over all tokens up to its end: equal names mean equal prefixes by
+equal weights, because the chain of an adapter's pages begins with its name and version. When
+weights change, the pages that the old ones computed are forgotten: stale KV is never used. Pages
+that only the store holds are evicted, least recently used first, when memory runs short.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ from jaxrl_async.model.kv_layout import KvLayout
 from jaxrl_async.types import BoolArray, IntArray
 
 Table = IntArray
-"""[groups, width] int32, the pages of one sequence in order; no_page where it has none."""
+"""[groups, width] int32: the pages of one sequence in order; `no_page` where it has no page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableForm:
-    """What all tables of a sampler have in common."""
+    """The properties that all tables of a sampler share."""
 
     layout: KvLayout
     page_tokens: int
     width: int  # pages of the longest table that a program takes
-    no_page: int  # the number of no page: the device drops what is written there
+    no_page: int  # stands for no page: the device drops writes to it
 
     @property
     def groups(self) -> int:
@@ -53,7 +53,7 @@ class TableForm:
         return len(self.layout.groups)
 
     def num_pages(self, tokens: int) -> int:
-        """Return how many pages of a group hold so many tokens."""
+        """Return the number of pages that hold `tokens` tokens of a group."""
         return -(-tokens // self.page_tokens)
 
     def empty(self) -> Table:
@@ -61,24 +61,27 @@ class TableForm:
         return np.full((self.groups, self.width), self.no_page, np.int32)
 
     def first_pages(self, tokens: int) -> IntArray:
-        """Return the first page that each group of a sequence of so many tokens keeps, [groups]."""
+        """Return the first page that each group keeps of `tokens` tokens, [groups]."""
         groups = self.layout.groups
         return np.array([g.first_page(tokens, self.page_tokens) for g in groups], np.int32)
 
     def missing(self, table: Table, first: IntArray | int, tokens: int) -> BoolArray:
-        """Return where a table lacks pages for so many tokens, [groups, width]; first: the first
-        page that is needed, of each group or of all."""
+        """Return where a table lacks pages for `tokens` tokens, [groups, width] bool.
+
+        first: the first page that is needed, of each group [groups] or of all groups.
+        """
         numbers, firsts = np.arange(self.width), np.reshape(first, (-1, 1))
         needed = (numbers >= firsts) & (numbers < self.num_pages(tokens))
         return needed & (table == self.no_page)
 
     def hidden(self, table: Table, tokens: int) -> BoolArray:
-        """Return which pages of a table no token behind so many sees any more, [groups, width]."""
+        """Return which pages no token after the first `tokens` can see, [groups, width] bool."""
         numbers = np.arange(self.width)
         return (numbers < self.first_pages(tokens)[:, None]) & (table != self.no_page)
 
     def end(self, table: Table) -> int:
-        """Return up to where a table names pages; computed again, a sequence has some ahead."""
+        """Return the end of the pages that a table names. A sequence that is recomputed has pages
+        ahead of its tokens."""
         named = np.flatnonzero((table != self.no_page).any(axis=0))
         return int(named[-1]) + 1 if named.size else 0
 
@@ -98,16 +101,16 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages without a holder."""
+        """Number of pages without a holder."""
         return len(self._free)
 
     @property
     def used_share(self) -> float:
-        """Held pages over all pages."""
+        """Share of the pages that have a holder, 0 to 1."""
         return 1.0 - len(self._free) / self.count
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages with one holder each; None, taking none, if too few are free."""
+        """Return `count` pages with one holder each; None, and take none, if too few are free."""
         if count > len(self._free):
             return None
         taken = [self._free.popleft() for _ in range(count)]
@@ -141,11 +144,11 @@ class Pages:
                 expected[page] += 1
         assert expected == self._holders, "holders do not add up"
         free = [page for page in range(self.count) if not expected[page]]
-        assert sorted(self._free) == free, "the free list is not what nobody holds"
+        assert sorted(self._free) == free, "the free list differs from the pages without holders"
 
 
 Key = tuple[int, bytes]
-"""A group of layers, and the name of a page of it."""
+"""A group of layers, and the name of one of its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +156,13 @@ class PrefixStats:
     """Totals since the start."""
 
     hit_tokens: int = 0  # prompt tokens found in the store
-    hidden_tokens: int = 0  # found but for layers with a window: computed again
+    hidden_tokens: int = 0  # found except in layers with a window: computed again
     asked_tokens: int = 0  # prompt tokens looked up
     evicted_pages: int = 0
 
 
 def page_names(token_ids: IntArray, page_tokens: int, salt: bytes = b"") -> list[bytes]:
-    """Return one name for each full page of a sequence. salt: of the adapter that made its KV."""
+    """Return one name for each full page of a sequence. salt: of the adapter that computed it."""
     names, chained = [], salt
     for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
         content = token_ids[start : start + page_tokens].astype("<i4").tobytes()
@@ -169,16 +172,16 @@ def page_names(token_ids: IntArray, page_tokens: int, salt: bytes = b"") -> list
 
 
 class PrefixStore:
-    """Names to pages, for one version of each adapter. Owned by the sampler's thread."""
+    """Maps names to pages, for one version of each adapter. Owned by the sampler's thread."""
 
     def __init__(self, pages: Pages, form: TableForm, *, enabled: bool = True) -> None:
         self._pages, self._form, self.enabled = pages, form, enabled
         self._by_key: OrderedDict[Key, int] = OrderedDict()  # least recently used first
-        self._salts: dict[Key, bytes] = {}  # of those pages that an adapter made
+        self._salts: dict[Key, bytes] = {}  # of the pages that an adapter computed
         self._hit = self._asked = self._evicted = self._hidden = 0
 
     def stats(self) -> PrefixStats:
-        """Return the totals so far."""
+        """Return the totals since the start."""
         return PrefixStats(
             hit_tokens=self._hit,
             hidden_tokens=self._hidden,
@@ -192,12 +195,16 @@ class PrefixStore:
         return tuple(self._by_key.values())
 
     def match(self, token_ids: IntArray, salt: bytes = b"") -> tuple[Table, int]:
-        """Return the pages of the longest stored prefix, [groups, n], of each group those that what
-        follows sees; the caller holds them from now on, too. And how many more pages there are but
-        for layers with a window.
+        """Return the pages of the longest stored prefix, and hold them for the caller.
 
-        At least one token stays unmatched: its logits must be computed. salt: of the adapter that
-        computes them.
+        At least one token stays unmatched: its logits must be computed.
+
+        Args:
+            token_ids: the prompt.
+            salt: of the adapter that computes the prompt.
+
+        Returns: a table [groups, n] with the pages that the next token sees, and the number of
+        further pages that are stored for layers without a window only.
         """
         form = self._form
         if not self.enabled:
@@ -215,8 +222,8 @@ class PrefixStore:
         return table, of_all_tokens - count
 
     def _longest(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Return behind how many of these pages a prompt can go on, and how many of them the layers
-        that see everything have; where there are no such layers, the same number."""
+        """Return after how many of these pages a prompt can continue, and how many of them are
+        stored for the layers without a window; without such layers, the same number twice."""
         form, count = self._form, len(names)
         rows = [
             (group, [(g, name) in self._by_key for name in names])
@@ -241,7 +248,7 @@ class PrefixStore:
         self._asked += asked_tokens
 
     def put(self, token_ids: IntArray, table: Table, salt: bytes = b"") -> None:
-        """Keep the full pages that a sequence has. salt: of the adapter that made them."""
+        """Keep the full pages of a sequence. salt: of the adapter that computed them."""
         if not self.enabled:
             return
         names = page_names(token_ids, self._form.page_tokens, salt)
@@ -258,7 +265,7 @@ class PrefixStore:
                 self._by_key.move_to_end(key)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that only the store holds; return how many."""
+        """Free up to `count` pages that only the store holds; return their number."""
         evicted: list[Key] = []
         for key, page in self._by_key.items():
             if len(evicted) == count:
@@ -270,11 +277,11 @@ class PrefixStore:
         return len(evicted)
 
     def clear(self) -> None:
-        """Forget everything: the weights have changed."""
+        """Forget all pages: the weights have changed."""
         self._drop(list(self._by_key))
 
     def forget(self, salt: bytes) -> None:
-        """Forget what an adapter's weights have made: they have changed, or are gone."""
+        """Forget the pages of an adapter, whose weights changed or were unloaded."""
         self._drop([key for key, of in self._salts.items() if of == salt])
 
     def _drop(self, keys: list[Key]) -> None:
@@ -286,17 +293,17 @@ class PrefixStore:
 class KvCache:
     """The pages of a sampler's KV, shared by its requests and kept for later ones.
 
-        allocate    the table of a new request: stored prefixes first, then free pages
-        grow, fill  more pages for a table, as its sequence gets longer
-        share       the full pages of one table for another with the same tokens
-        release     the pages of a table, all of them or those that no later token sees
+        allocate    a table for a new request: stored prefixes first, then free pages
+        grow, fill  add pages to a table as its sequence gets longer
+        share       hold the full pages of one table for another with the same tokens
+        release     give up pages of a table: all, or the pages that no later token sees
 
-    Whatever takes pages evicts stored prefixes if too few are free, and takes none if that is not
-    enough. Owned by the sampler's thread.
+    If too few pages are free, stored prefixes are evicted; if that is not enough, no page is taken.
+    Owned by the sampler's thread.
     """
 
     def __init__(self, form: TableForm, num_pages: int, *, stores: bool = True) -> None:
-        """Begin with free pages. stores: whether prefixes are kept."""
+        """Start with all pages free. stores: keep prefixes for later requests."""
         self.form = form
         self.pages = Pages(num_pages)
         self.prefixes = PrefixStore(self.pages, form, enabled=stores)
@@ -304,11 +311,15 @@ class KvCache:
     def allocate(
         self, token_ids: IntArray, *, spare: int, salt: bytes = b""
     ) -> tuple[Table | None, int]:
-        """Return the table of a prompt, and how many of its tokens it has the KV of already. None
-        if fewer than `spare` pages would be left. salt: of the request's adapter.
+        """Return the table of a prompt, and the number of its tokens whose KV is there already.
 
-        The table has the pages that the prompt keeps at its end; those that a window hides before
-        it ends are taken when it comes to them (`fill`).
+        The table has the pages that the prompt keeps at its end. Pages that a window hides before
+        the end are taken when the prefill reaches them (`fill`).
+
+        Args:
+            token_ids: the prompt.
+            spare: pages that must stay free; the table is None if fewer would be left.
+            salt: of the request's adapter.
         """
         form, tokens = self.form, len(token_ids)
         matched, hidden = self.prefixes.match(token_ids, salt)
@@ -322,18 +333,18 @@ class KvCache:
         return table, found * form.page_tokens
 
     def allocate_follower(self, tokens: int, *, spare: int) -> Table | None:
-        """Return the table of a request with as many tokens as one that is being prefilled, and the
-        same: its last page is its own, all full pages come later (`share`). None as for
-        `allocate`."""
+        """Return the table of a request with the same `tokens` tokens as one that is being
+        prefilled. It has a page for the last, partial page alone; `share` adds the full pages.
+        None as for `allocate`."""
         table = self.form.empty()
         first = tokens // self.form.page_tokens
         return table if self.fill(table, first, tokens, spare=spare) else None
 
     def fill(self, table: Table, first: IntArray | int, tokens: int, *, spare: int = 0) -> bool:
-        """Take the pages that a table lacks for so many tokens; return False, taking none, if fewer
-        than `spare` would be left.
+        """Add the pages that a table lacks for `tokens` tokens; return False, and take none, if
+        fewer than `spare` pages would be left.
 
-        first: the first page that is needed, of each group [groups] or of all.
+        first: the first page that is needed, of each group [groups] or of all groups.
         """
         where = self.form.missing(table, first, tokens)
         pages = self._take(int(where.sum()), spare)
@@ -343,8 +354,8 @@ class KvCache:
         return True
 
     def grow(self, table: Table, begin: int, end: int) -> bool:
-        """Take the pages `begin` to `end` of each group, which a table lacks; return False, taking
-        none, if there are too few. The cost does not depend on the table's width."""
+        """Add the pages `begin` to `end` of each group to a table that lacks them; return False,
+        and take none, if there are too few. The cost does not depend on the table's width."""
         pages = self._take((end - begin) * self.form.groups, 0)
         if pages is None:
             return False
@@ -352,24 +363,24 @@ class KvCache:
         return True
 
     def share(self, table: Table, into: Table, tokens: int) -> None:
-        """Hold the full pages of so many tokens of a table for a follower's, too."""
+        """Hold the full pages of a table's first `tokens` tokens for a follower's table, too."""
         full = tokens // self.form.page_tokens
         into[:, :full] = table[:, :full]
         self.pages.hold(self.form.pages_in(into[:, :full]))
 
     def release(self, table: Table, where: BoolArray | None = None) -> None:
-        """Give up the pages of a table there, all of them if None, and take them out of it."""
+        """Release the pages of a table at `where` (None: all), and remove them from the table."""
         given = table != self.form.no_page if where is None else where
         self.pages.release(table[given].tolist())
         table[given] = self.form.no_page
 
     @property
     def evictable_share(self) -> float:
-        """Pages that only the prefix store holds over all pages. Looks at each stored page."""
+        """Share of the pages that only the prefix store holds. Visits each stored page."""
         return sum(self.pages.holders(p) == 1 for p in self.prefixes.held) / self.pages.count
 
     def check_integrity(self, tables: Iterable[Table]) -> None:
-        """Raise AssertionError unless each page is held by exactly those that name it.
+        """Raise AssertionError unless each page is held once by each table that names it.
 
         tables: of all requests that have one.
         """
