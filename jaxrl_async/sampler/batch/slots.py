@@ -1,7 +1,7 @@
-"""The host's side of the decode state: what each slot holds, in NumPy. Pure host code.
+"""The host's side of the decode state: the content of each slot, in NumPy. Pure host code.
 
-S slots, decoding and reserve. The device treats both alike: each block's arguments name the slots
-that decode.
+S slots, decoding and reserve. The device treats both alike: a block's arguments name the slots that
+decode.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,20 +14,20 @@ from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Parti
 
 
 class Span(NamedTuple):
-    """The tokens that one slot drew in a block."""
+    """The tokens that one slot sampled in a block."""
 
     slot: int
-    start: int  # tokens drawn before
+    start: int  # tokens sampled before
     end: int
 
 
 class Slots:
-    """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
+    """Lengths, page tables and sampled tokens. Changed only by the sampler's thread."""
 
     def __init__(self, total_slots: int, *, max_new: int, cache: KvCache) -> None:
         self.cache = cache
         self.tables: IntArray = np.stack([cache.form.empty()] * total_slots)  # [S, groups, width]
-        self._ends = np.zeros(total_slots, np.int32)  # pages up to which a slot has all it needs
+        self._ends = np.zeros(total_slots, np.int32)  # end of the pages that a slot has
         self._at = np.zeros(
             total_slots, np.int32
         )  # page of the last token, at the last release_hidden
@@ -42,8 +42,8 @@ class Slots:
         self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
 
     def occupy(self, slot: int, length: int, table: Table, version: int, place: int = 0) -> None:
-        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`, with
-        the adapter in `place`."""
+        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version` and the
+        adapter in `place`."""
         self.tables[slot] = table
         self._ends[slot], self._at[slot] = self.cache.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
@@ -51,7 +51,7 @@ class Slots:
         self.kept[slot] = []
 
     def recall(self, slot: int, partial: Partial) -> None:
-        """Write the tokens that a sequence drew before it came to this slot."""
+        """Write the tokens that a sequence sampled before it came to this slot."""
         n = len(partial.token_ids)
         self.tokens[slot, :n], self.logprobs[slot, :n] = partial.token_ids, partial.logprobs
         self.versions[slot, :n], self.drawn[slot] = partial.versions, n
@@ -61,7 +61,7 @@ class Slots:
             self.kept[slot] = [partial.kept.of(t) for t in range(n)]
 
     def free(self, slot: int) -> Table:
-        """Empty a slot and return its table, whose pages stay held."""
+        """Empty a slot; return its table, whose pages stay held."""
         table = self.tables[slot].copy()
         self.tables[slot] = self.cache.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
@@ -69,7 +69,7 @@ class Slots:
         return table
 
     def release_hidden(self, slot: int) -> None:
-        """Give up the pages that windows hide from every later token."""
+        """Release the pages that windows hide from all later tokens."""
         form, length = self.cache.form, int(self.lengths[slot])
         at = (length - 1) // form.page_tokens
         if at != self._at[slot]:
@@ -77,8 +77,8 @@ class Slots:
             self.cache.release(table, form.hidden(table, length))
 
     def grow(self, slot: int, steps: int, limit: int) -> bool:
-        """Give a slot the pages for `steps` more tokens, `limit` of them at most; return False if
-        the cache has too few."""
+        """Give a slot pages for `steps` more tokens, at most `limit`; return False if the cache has
+        too few."""
         begin = int(self._ends[slot])
         end = self.cache.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
         if end <= begin:
@@ -89,7 +89,7 @@ class Slots:
         return True
 
     def output(self, slot: int, *, extras: bool) -> TokenRecord:
-        """Return a copy of the tokens that a slot's sequence has drawn so far."""
+        """Return a copy of the tokens that a slot's sequence has sampled so far."""
         n = int(self.drawn[slot])
         return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
@@ -108,14 +108,14 @@ class Slots:
         extras: Any = None,
         wanted: Collection[int] = (),
     ) -> list[Span]:
-        """Add a block's tokens [R, block] to their slots; return what each slot drew.
+        """Add a block's tokens [R, block] to their slots; return the new tokens of each slot.
 
         Args:
-            tokens: ids that were drawn.
+            tokens: sampled ids.
             logprobs: of these tokens.
             owners: slot of each token.
             version: of the weights that computed the block, of all slots or [S] of each. A slot's
-                first token was drawn from logits computed before and has their version.
+                first token was sampled from earlier logits and has their version.
             extras: sampling.TokenExtras [R, block, ...]; None: no request wants them.
             wanted: slots whose requests want them. Only these store them: the mask of a request
                 that leaves no token out is its whole vocabulary, 4 bytes an id, for each token.
@@ -153,7 +153,7 @@ def _joined(masks: Sequence[IntArray]) -> KeptTokens:
 
 
 def unpacked_bits(words: Any) -> IntArray:
-    """Return the numbers of the bits that are set in [V / 32] uint32, ascending."""
+    """Return the indices of the bits that are set in [V / 32] uint32, ascending."""
     bits: BoolArray = np.unpackbits(
         np.ascontiguousarray(words, "<u4").view(np.uint8), bitorder="little"
     ).astype(bool)
