@@ -160,7 +160,7 @@ class LongDealing:
         """Deal requests to samplers that have room for all."""
         queue: WaitingQueue[RouterJob] = WaitingQueue()
         queue.add(job for job in jobs if self._dealer.may_wait(job, bool))
-        samplers = [Candidate(in_flight=0, places=len(jobs), seat=seat) for seat in (0, 1)]
+        samplers = [Candidate(in_flight=0, places=len(jobs), slot=slot) for slot in (0, 1)]
         shares = self._dealer.fill(queue, samplers)
         assert sum(map(len, shares.values())) == len(jobs)
 

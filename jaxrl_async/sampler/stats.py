@@ -143,20 +143,20 @@ class RouterTotals:
 
     def __init__(self) -> None:
         self._before: ReplicaStats | None = None
-        self._counted: dict[int, ReplicaStats] = {}  # by seat, at the last change
+        self._counted: dict[int, ReplicaStats] = {}  # by slot, at the last change
 
-    def read(self, seats: Mapping[int, ReplicaStats]) -> ReplicaStats:
-        """Return one reading, given those of all seats."""
+    def read(self, slots: Mapping[int, ReplicaStats]) -> ReplicaStats:
+        """Return one reading, given those of all slots."""
         parts = [
             stats.since(self._counted[number]) if number in self._counted else stats
-            for number, stats in seats.items()
+            for number, stats in slots.items()
         ]
         if not parts:
             return SamplerStats() if self._before is None else self._before
         now = parts[0].beside(parts[1:])
         return now if self._before is None else now.after(self._before)
 
-    def change(self, seats: Mapping[int, ReplicaStats]) -> None:
-        """Take note that a seat is about to be added or removed, given the readings of all."""
-        if seats:
-            self._before, self._counted = self.read(seats).ended(), dict(seats)
+    def change(self, slots: Mapping[int, ReplicaStats]) -> None:
+        """Take note that a slot is about to be added or removed, given the readings of all."""
+        if slots:
+            self._before, self._counted = self.read(slots).ended(), dict(slots)

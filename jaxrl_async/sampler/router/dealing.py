@@ -3,7 +3,7 @@
 All members of a group (equal prompts, one after another) go to one replica, where they share a
 prefill: to the one that had their prefix last, unless it is much busier than the least loaded. So
 does a later turn (its key, and a longer prompt): to the one that had the turn before.
-Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
+Requests under suspicion (RouterJob.suspect) get a slot of their own, one at a time.
 
 No replica is dealt more than it can use (Candidate.room), though the last group goes to it whole:
 nobody knows how long answers will be, and whoever is done first takes the next.
@@ -45,7 +45,7 @@ class Candidate:
     in_flight: int  # requests dealt to it and not answered
     places: int  # requests that it holds at once
     rows: int = 0  # of those that draw in a step
-    seat: int = 0  # number of its seat
+    slot: int = 0  # number of its slot
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
     @property
@@ -71,7 +71,7 @@ class Candidate:
 class Deal:
     """What goes where."""
 
-    shares: dict[int, list[RouterJob]] = field(default_factory=dict)  # by the number of the seat
+    shares: dict[int, list[RouterJob]] = field(default_factory=dict)  # by the number of the slot
     waiting: list[RouterJob] = field(default_factory=list)  # what no replica can take now
 
 
@@ -88,31 +88,31 @@ def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) ->
     return least
 
 
-def suspects_seat(candidates: Sequence[Candidate], any_wait: bool) -> int | None:
-    """Return the seat that is kept for suspects while there are any, else None.
+def suspects_slot(candidates: Sequence[Candidate], any_wait: bool) -> int | None:
+    """Return the slot that is kept for suspects while there are any, else None.
 
-    It is the seat where one runs, or the least loaded one if any wait.
+    It is the slot where one runs, or the least loaded one if any wait.
     """
     trying = [c for c in candidates if c.tries_suspect]
     if trying or not (any_wait and candidates):
-        return trying[0].seat if trying else None
-    return min(candidates, key=lambda c: c.in_flight).seat
+        return trying[0].slot if trying else None
+    return min(candidates, key=lambda c: c.in_flight).slot
 
 
 def unrecorded(request_id: str) -> int | None:
-    """Return None: no request has a recorded seat."""
+    """Return None: no request has a recorded slot."""
     return None
 
 
 class Dealer:
-    """Deals requests to seats and remembers which seat had which prefix last."""
+    """Deals requests to slots and remembers which slot had which prefix last."""
 
     def __init__(self, recorded: Callable[[str], int | None] = unrecorded) -> None:
-        """recorded: in a replay, returns the seat of a request; if it returns None, one
+        """recorded: in a replay, returns the slot of a request; if it returns None, one
         is chosen."""
         self._recorded = recorded
         self._homes: OrderedDict[bytes, int] = OrderedDict()
-        # by key: the seat, and the tokens of the prompt
+        # by key: the slot, and the tokens of the prompt
         self._talks: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
         self._most_talks = REMEMBERED
 
@@ -124,11 +124,11 @@ class Dealer:
         it names an adapter (the replica that unloads it must know who waits for it) or is more
         urgent than others: it overtakes those that wait in the replica.
 
-        at_work: Returns whether the replica in a seat is at work.
+        at_work: Returns whether the replica in a slot is at work.
         """
         begun = job.begun is not None or bool(job.died or job.cut_off)
         tied = job.avoid is not None or bool(job.request.adapter) or job.request.priority < (0, 0)
-        if begun or tied or self._recorded_seat(job) is not None:
+        if begun or tied or self._recorded_slot(job) is not None:
             return False
         home = self._home_of_talk(job)
         return home is None or not at_work(home)
@@ -139,20 +139,20 @@ class Dealer:
         candidates: Sequence[Candidate],
         kept: int | None = None,
     ) -> dict[int, list[RouterJob]]:
-        """Take jobs out of the queue while there is room; return them by the number of the seat.
+        """Take jobs out of the queue while there is room; return them by the number of the slot.
 
         Args:
             queue: of jobs that may wait.
-            candidates: Replicas at work, by their seats.
-            kept: The seat that is kept for suspects.
+            candidates: Replicas at work, by their slots.
+            kept: The slot that is kept for suspects.
         """
         self._make_room(candidates)
-        free = {c.seat: c for c in candidates if c.seat != kept and c.has_room_for(len(queue))}
+        free = {c.slot: c for c in candidates if c.slot != kept and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
-            seat = self._place(_next_group(queue), free, shares)
-            if free[seat].room <= 0:
-                del free[seat]
+            slot = self._place(_next_group(queue), free, shares)
+            if free[slot].room <= 0:
+                del free[slot]
         return shares
 
     def deal(
@@ -163,24 +163,24 @@ class Dealer:
         suspects_wait: bool = False,
         together: bool = False,
     ) -> Deal:
-        """Return a seat for each job, and the jobs that must wait.
+        """Return a slot for each job, and the jobs that must wait.
 
         Args:
             jobs: In the order of asking.
-            candidates: The replicas at work, by their seats.
+            candidates: The replicas at work, by their slots.
             suspects_wait: Whether other jobs under suspicion wait already.
-            together: Deal all jobs to one seat.
+            together: Deal all jobs to one slot.
         """
         self._make_room(candidates)
         suspects = [job for job in jobs if job.suspect]
         others = [job for job in jobs if not job.suspect]
-        kept = suspects_seat(candidates, suspects_wait or bool(suspects))
+        kept = suspects_slot(candidates, suspects_wait or bool(suspects))
         deal = Deal()
-        idle = any(c.seat == kept and not c.in_flight for c in candidates)
+        idle = any(c.slot == kept and not c.in_flight for c in candidates)
         if suspects and idle and kept is not None:
             deal.shares[kept] = [suspects.pop(0)]
         deal.waiting.extend(suspects)
-        free = {c.seat: c for c in candidates if c.seat != kept}
+        free = {c.slot: c for c in candidates if c.slot != kept}
         if not free:
             deal.waiting.extend(others)
             return deal
@@ -199,52 +199,52 @@ class Dealer:
         free: dict[int, Candidate],
         shares: dict[int, list[RouterJob]],
     ) -> int:
-        """Add jobs that stay together to a seat's share, and to its load; return the seat."""
-        seat = self._seat_of(group, list(free.values()))
-        shares.setdefault(seat, []).extend(group)
-        if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
-            free[seat] = replace(dealt, in_flight=dealt.in_flight + len(group))
-        return seat
+        """Add jobs that stay together to a slot's share, and to its load; return the slot."""
+        slot = self._slot_of(group, list(free.values()))
+        shares.setdefault(slot, []).extend(group)
+        if (dealt := free.get(slot)) is not None:  # with many slots, all anew is too slow
+            free[slot] = replace(dealt, in_flight=dealt.in_flight + len(group))
+        return slot
 
-    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
-        """Return the seat for jobs that stay together."""
+    def _slot_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
+        """Return the slot for jobs that stay together."""
         job = group[0]
-        recorded = self._recorded_seat(job)
+        recorded = self._recorded_slot(job)
         if recorded is not None:
             return recorded
-        candidates = [c for c in free if c.seat != job.avoid] or free
-        seats = [c.seat for c in candidates]
+        candidates = [c for c in free if c.slot != job.avoid] or free
+        slots = [c.slot for c in candidates]
         prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
         home = self._home_of_talk(job)
         home = self._homes.get(prefix) if home is None else home
-        index = choose(candidates, seats.index(home) if home in seats else None, len(group))
-        _remember(self._homes, prefix, seats[index], REMEMBERED)
+        index = choose(candidates, slots.index(home) if home in slots else None, len(group))
+        _remember(self._homes, prefix, slots[index], REMEMBERED)
         for request in (job.request for job in group):
             if request.key is not None:
-                talk = seats[index], len(request.token_ids)
+                talk = slots[index], len(request.token_ids)
                 _remember(self._talks, request.key, talk, self._most_talks)
-        return seats[index]
+        return slots[index]
 
-    def _recorded_seat(self, job: RouterJob) -> int | None:
-        """Return the seat that a recording says, which is asked once for each dealing."""
-        if not job.seat_known:
-            job.recorded_seat = self._recorded(job.request.request_id)
-            job.seat_known = True
-        return job.recorded_seat
+    def _recorded_slot(self, job: RouterJob) -> int | None:
+        """Return the slot that a recording says, which is asked once for each dealing."""
+        if not job.slot_known:
+            job.recorded_slot = self._recorded(job.request.request_id)
+            job.slot_known = True
+        return job.recorded_slot
 
     def _groups(self, jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
-        """Split jobs into runs of equal prompts, which a recording has in one seat."""
+        """Split jobs into runs of equal prompts, which a recording has in one slot."""
 
         def what(job: RouterJob) -> tuple[bytes, int | None]:
-            return job.request.token_ids.tobytes(), self._recorded_seat(job)
+            return job.request.token_ids.tobytes(), self._recorded_slot(job)
 
         for _, run in itertools.groupby(jobs, what):
             yield list(run)
 
     def _home_of_talk(self, job: RouterJob) -> int | None:
-        """Return the seat that had the turn before; None: this is the first, or it is forgotten."""
-        seat, before = self._talks.get(job.request.key, (None, 0))
-        return seat if len(job.request.token_ids) > before else None
+        """Return the slot that had the turn before; None: this is the first, or it is forgotten."""
+        slot, before = self._talks.get(job.request.key, (None, 0))
+        return slot if len(job.request.token_ids) > before else None
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V, most: int) -> None:

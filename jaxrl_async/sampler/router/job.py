@@ -29,13 +29,13 @@ class RouterJob:
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
     order: int = field(default_factory=itertools.count().__next__)  # of asking
-    seat_known: bool = False  # whether a recording was asked for this dealing's seat
-    recorded_seat: int | None = None  # what it said
+    slot_known: bool = False  # whether a recording was asked for this dealing's slot
+    recorded_slot: int | None = None  # what it said
     asked_at: float = 0.0  # by the router's clock, as the next
     dealt_at: float = 0.0  # to the replica that has it
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it
-    avoid: int | None = None  # seat whose replica drew a log-prob that is not finite
-    died: list[int] = field(default_factory=list)  # seats whose replicas died with it on the device
+    avoid: int | None = None  # slot whose replica drew a log-prob that is not finite
+    died: list[int] = field(default_factory=list)  # slots whose replicas died with it on the device
     cut_off: int = 0  # connections in a row that were lost with it on the device
 
     @property

@@ -1,9 +1,9 @@
 """N replicas of a sampler behind one ports.Generate: they share the requests, and one that fails is
 replaced.
 
-    submit ──> queue ──room──> [ seat: replica ] ──Completion──> the caller's future
+    submit ──> queue ──room──> [ slot: replica ] ──Completion──> the caller's future
                  ^                │ died, hangs, draws NaN
-                 └─ dealt again ──┘ taken out; after a while its successor sits there
+                 └─ dealt again ──┘ taken out; after a while its successor takes its slot
 
 Replicas know nothing of each other; each swaps weights on its own. A replica has as many requests
 as it can use for a while; the rest wait in the queue for whoever is done first, since nobody
@@ -11,7 +11,7 @@ knows how long answers will be. Requests are dealt by a pure function of what wa
 of which requests are answered (dealing.py).
 
 Replicas in processes of their own come (Router.join) and go. One that leaves hands back its running
-requests, which continue elsewhere: nothing is drawn again. Its seat is removed when it leaves or
+requests, which continue elsewhere: nothing is drawn again. Its slot is removed when it leaves or
 fails; while no replica is there requests wait, up to a limit.
 
 A request that a failed replica had begins again from its prompt in another: its randomness is keyed
@@ -69,7 +69,7 @@ class Router(Living):
     A context manager: leaving it closes it and its replicas.
 
     Attributes:
-        fleet: The replicas in their seats.
+        fleet: The replicas in their slots.
         error: Why it ended: no replica is left, or the weights are wrong.
     """
 
@@ -84,7 +84,7 @@ class Router(Living):
         elastic: Elastic | None = None,
         same_adapters: bool = False,
     ) -> None:
-        """Seat the replicas; start() starts them.
+        """Put the replicas into slots; start() starts them.
 
         Args:
             samplers: The replicas, at least one unless `elastic`; all serve the same requests.
@@ -110,13 +110,13 @@ class Router(Living):
 
     @property
     def samplers(self) -> tuple[Replica, ...]:
-        """The replicas in the seats now, at work or not."""
+        """The replicas in the slots now, at work or not."""
         return self.fleet.replicas
 
     @property
     def living(self) -> int:
         """Number of replicas at work."""
-        return sum(seat.at_work for seat in self.fleet.seats)
+        return sum(slot.at_work for slot in self.fleet.slots)
 
     @property
     def num_waiting(self) -> int:
@@ -141,7 +141,7 @@ class Router(Living):
 
     def join(self, replica: Replica) -> int:
         """Take a replica in, at any time: it gets its share of the requests that wait. Return its
-        seat's number. Raises Closed, and the error that ended the router."""
+        slot's number. Raises Closed, and the error that ended the router."""
         with self.fleet.lock:
             self.lifetime.check_open("the samplers are closed")
             if self._started:
@@ -219,7 +219,7 @@ class Router(Living):
         they were handed to it.
         """
         with self.fleet.lock:
-            at_work = [seat.replica for seat in self.fleet.seats if seat.at_work]
+            at_work = [slot.replica for slot in self.fleet.slots if slot.at_work]
             jobs = self.fleet.jobs
         partials = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
         remote = [replica for replica in at_work if not replica.replaceable]
@@ -237,9 +237,9 @@ class Router(Living):
         has it."""
         with self.fleet.lock:
             holders = [
-                seat.replica
-                for seat in self.fleet.seats
-                if any(job.request.request_id == request_id for job in seat.jobs)
+                slot.replica
+                for slot in self.fleet.slots
+                if any(job.request.request_id == request_id for job in slot.jobs)
             ]
         if not holders:
             raise RolloutError(
@@ -310,12 +310,12 @@ class Router(Living):
     def look(self) -> None:
         """Take out the replicas that failed, deal their requests again, and start successors whose
         backoff is over."""
-        for seat in self.fleet.seats:
-            self.fleet.retire(seat)
+        for slot in self.fleet.slots:
+            self.fleet.retire(slot)
         self.fleet.watch_vacancy()
         self._dispatcher.deal_waiting()
-        for seat in self.fleet.seats:
-            if self.fleet.restart(seat):
+        for slot in self.fleet.slots:
+            if self.fleet.restart(slot):
                 self._dispatcher.deal_waiting()
 
 

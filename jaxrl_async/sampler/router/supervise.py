@@ -2,7 +2,7 @@
 
 well ──trouble──> out ──backoff──> restarted ──an hour without trouble──> its restarts are forgotten
                    ├── restarted too often in that time ──> lost
-                   └── in a process of its own ──> removed: it may join again, in a new seat
+                   └── in a process of its own ──> removed: it may join again, in a new slot
 """
 
 from dataclasses import dataclass

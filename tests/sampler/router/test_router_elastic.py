@@ -126,7 +126,7 @@ def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again()
     router.look()
     assert len(second.held) == 4 and router.living == 1
     assert router.join(remote("s2")) == 2
-    assert [seat.number for seat in router.fleet.seats] == [1, 2]
+    assert [slot.number for slot in router.fleet.slots] == [1, 2]
     second.answer_all()
     assert all(f.result(0) for f in futures)
     assert counted(faults) == {
