@@ -20,21 +20,21 @@ from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.types import Completion
 
 Refused = list[tuple[RouterJob, Exception]]
-"""Jobs that no replica will serve, and why."""
+"""Jobs that no replica will serve, with the errors."""
 
 
 class Dispatcher:
     """Deals jobs to the fleet and settles them, under the fleet's lock."""
 
     def __init__(self, fleet: Fleet, dealer: Dealer, lifetime: Lifetime) -> None:
-        """lifetime: the router's; its thread is woken when a replica needs to be looked after."""
+        """lifetime: the router's; its thread is woken when a replica needs attention."""
         self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
         self._filling = False
 
     def submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
-        """Take new jobs in: all of them, or none if it raises; deal what there is room for.
+        """Accept new jobs, all of them or none if it raises; deal them while there is room.
 
-        together: Deal all of them now, to one replica.
+        together: deal all of them now, to one replica.
 
         Raises Closed, and the error that ended the router.
         """
@@ -57,7 +57,7 @@ class Dispatcher:
 
     def deal_waiting(self) -> None:
         """Deal the jobs that no replica has, the most urgent first and equal ones in the order of
-        asking: what a replica has handed back overtakes what was asked for later."""
+        submission: a job that a replica handed back overtakes later jobs."""
         fleet = self._fleet
         with fleet.lock:
             if fleet.waiting:
@@ -88,7 +88,7 @@ class Dispatcher:
                 job.inner.cancel()
 
     def end(self, error: BaseException) -> None:
-        """Give every caller the error, and end the router with it unless it is closed."""
+        """Fail every caller with the error, and end the router with it unless it is closed."""
         with self._fleet.lock:
             if not self._lifetime.closed:
                 self._lifetime.fail(error)
@@ -109,14 +109,14 @@ class Dispatcher:
         return patient, others
 
     def _fill(self, slots: Sequence[ReplicaSlot]) -> Refused:
-        """Deal jobs of the queue to those of these slots that are at work and have room; return
-        those that a healthy replica refuses."""
+        """Deal jobs of the queue to the active slots among these that have room; return the jobs
+        that a healthy replica refuses."""
         fleet = self._fleet
         refused: Refused = []
-        if self._filling or self._lifetime.closed:  # filling: a job was answered while it was dealt
+        if self._filling or self._lifetime.closed:  # a job was answered while it was dealt
             return refused
         self._filling = True
-        refusing = set[int]()  # slots that have refused all they were given
+        refusing = set[int]()  # slots that refused all their jobs
         try:
             while fleet.queue:
                 candidates = self._candidates(s for s in slots if s.number not in refusing)
@@ -135,7 +135,7 @@ class Dispatcher:
         return refused
 
     def _offer(self, number: int, share: Sequence[RouterJob]) -> Refused:
-        """Hand jobs over to the replica in a slot; return those that it refuses."""
+        """Hand jobs over to the replica in a slot; return the jobs that it refuses."""
         try:
             self._give(number, share)
         except Exception as error:
@@ -145,7 +145,7 @@ class Dispatcher:
         return []
 
     def _kept_slot(self) -> int | None:
-        """Return the slot that is kept for suspects now, if there are any."""
+        """Return the slot that is reserved for suspects, or None without suspects."""
         fleet = self._fleet
         wait = any(job.suspect for job in fleet.waiting)
         if not wait and not any(slot.has_suspects for slot in fleet.slots):
@@ -153,8 +153,8 @@ class Dispatcher:
         return suspects_slot(self._candidates(fleet.slots), wait)
 
     def _candidates(self, slots: Iterable[ReplicaSlot]) -> list[Candidate]:
-        """Return the loads of those that jobs can be dealt to; have one looked after that has died
-        and is not taken out yet."""
+        """Return the loads of the slots that can take jobs. Wake the router's thread if a replica
+        has died and is not taken out yet."""
         at_work = [slot for slot in slots if slot.at_work]
         living = [slot for slot in at_work if slot.replica.error is None]
         if len(living) < len(at_work):
@@ -162,9 +162,9 @@ class Dispatcher:
         return [slot.candidate for slot in living]
 
     def _deal(self, jobs: Sequence[RouterJob], together: bool = False) -> None:
-        """Give each job to a replica at work, room or not; it waits if none can take it.
+        """Give each job to an active replica, even without room; without a replica it waits.
 
-        Raises whatever a healthy replica raises.
+        Raises the errors of a healthy replica.
         """
         if not jobs:
             return
@@ -180,13 +180,13 @@ class Dispatcher:
             self._give(number, deal.shares[number])
 
     def _give(self, number: int, share: Sequence[RouterJob]) -> None:
-        """Hand jobs over to the replica in a slot; they wait if it is gone, or has just died.
+        """Hand jobs over to the replica in a slot; they wait if it is gone or has just died.
 
-        Raises whatever a healthy replica raises.
+        Raises the errors of a healthy replica.
         """
         fleet = self._fleet
         slot = fleet.slot(number)
-        if slot is None:  # recorded, and gone
+        if slot is None:  # recorded, but removed
             for job in share:
                 job.slot_known = False
             fleet.waiting += share
@@ -198,18 +198,18 @@ class Dispatcher:
                 job.inner.add_done_callback(partial(self._answered, slot, job))
 
     def _answered(self, slot: ReplicaSlot, job: RouterJob, inner: "Future[Completion]") -> None:
-        """Pass a replica's answer on to the caller, and deal the replica what it has room for. Runs
+        """Pass a replica's answer to the caller, and deal the replica jobs while it has room. Runs
         on the replica's thread."""
         result: Completion | BaseException | None = None
         refused: Refused = []
         try:
             with self._fleet.lock:
                 if job.inner is not inner:
-                    return  # the replica was taken out: another has the request
+                    return  # the replica was taken out and another one has the request
                 error = None if inner.cancelled() else inner.exception()
                 dead = slot.replica.error is not None and not self._lifetime.closed
                 if error is not None and dead:
-                    self._lifetime.wake.set()  # the router gives the request to another
+                    self._lifetime.wake.set()  # the router gives the request to another replica
                     return
                 self._fleet.release(slot, job)
                 result = error
@@ -227,8 +227,8 @@ class Dispatcher:
     def _checked(
         self, slot: ReplicaSlot, job: RouterJob, completion: Completion
     ) -> Completion | RolloutError | None:
-        """Return the completion if its log-probs are finite. Else return None the first time (it is
-        drawn again elsewhere), and an error the second time."""
+        """Return the completion if its log-probs are finite. Otherwise return None the first time
+        (another replica samples it again), and an error the second time."""
         if not slot.replica.has_logprobs or np.isfinite(completion.logprobs).all():
             self._fleet.draws_well(slot)
             return _since_asked(completion, job)
@@ -240,13 +240,13 @@ class Dispatcher:
             return None
         return RolloutError(
             f"request {job.request.request_id}: the sampler gave log-probs that are not finite, "
-            "twice. The weights are likely to have diverged: look at train/grad_norm, or lower "
+            "twice. The weights are likely to have diverged: check train/grad_norm, or lower "
             "algorithm.learning_rate."
         )
 
 
 def _since_asked(completion: Completion, job: RouterJob) -> Completion:
-    """Count what the job waited here in the completion's times."""
+    """Add the time that the job waited in the router to the completion's times."""
     waited_s = job.dealt_at - job.asked_at
     if waited_s <= 0.0:
         return completion
@@ -259,6 +259,6 @@ def _since_asked(completion: Completion, job: RouterJob) -> Completion:
 
 
 def _settle(refused: Refused) -> None:
-    """Give the callers of refused jobs the errors."""
+    """Fail the callers of refused jobs with the errors."""
     for job, error in refused:
         job.settle(error)

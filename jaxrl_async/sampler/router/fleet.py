@@ -1,11 +1,11 @@
-"""The replicas in their slots: which request is where, who is at work, and who is replaced.
+"""The replicas in their slots: the requests of each, and which replicas are active or replaced.
 
     [ slot: replica ] ──dead, hangs, draws NaN──> out ──backoff──> [ slot: its successor ]
         ^                                          └── too often ──> lost
         └── join                 process ended, or it left ──> the slot is removed
 
-supervise.py decides what to do, and when. The router's threads share all of it under `lock`; a
-replica is never called while the lock is held, except to hand it requests.
+supervise.py decides on each action and its time. The router's threads share all state under `lock`.
+No replica is called while the lock is held, except to hand it requests.
 """
 
 import logging
@@ -38,26 +38,26 @@ FAULT_OF = {
     Trouble.DEAD: "sampler_deaths",
     Trouble.HANGS: "sampler_hangs",
 }
-"""What is counted when a replica is taken out; refused completions are counted one by one."""
+"""Fault counter of each reason to take a replica out; refused completions are counted singly."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReplicaSlot:
-    """One of the N places for a replica, and what is known of the replica there."""
+    """One of the N positions for a replica, and the state of its replica."""
 
     number: int
     replica: Replica
-    up_at: float  # when the replica began
+    up_at: float  # when the replica started
     moved_at: float  # when it last made progress, or got work
     jobs: dict[RouterJob, None] = field(default_factory=dict)  # unanswered, in the order of dealing
     has_suspects: bool = False  # whether a request under suspicion is among them
     work_done: tuple[int, ...] = ()  # see ReplicaStats.work_done
-    before: ReplicaStats | None = None  # of the replicas that were here before
+    before: ReplicaStats | None = None  # of the earlier replicas in this slot
     nonfinite: int = 0  # refused completions in a row
     restarts: int = 0  # in a row
-    excused: bool = False  # whether a request was to blame for the last death
-    out_at: float | None = None  # when the replica was taken out; None: it is at work
-    lost: bool = False  # given up
+    excused: bool = False  # a request caused the last death
+    out_at: float | None = None  # when the replica was taken out; None: it is active
+    lost: bool = False  # given up, no more restarts
 
     @property
     def at_work(self) -> bool:
@@ -97,30 +97,30 @@ class Fleet:
         """Put the replicas into slots.
 
         Args:
-            replicas: All serve the same requests.
-            limits: When a replica is taken out, and when it is given up.
-            count: Called with the name of each fault and how often (metrics.fault_counts).
-            clock: Seconds, monotone.
-            wait_s: Longest time without any replica, seconds; None: none will join.
+            replicas: all serve the same requests.
+            limits: when a replica is taken out, and when it is given up.
+            count: called with the name and number of each fault (metrics.fault_counts).
+            clock: seconds, monotonic.
+            wait_s: maximum time without any replica, seconds; None: no replica will join.
         """
         assert replicas or wait_s is not None, "at least one sampler, or wait for one"
         self.limits, self._count, self.clock, self._wait_s = limits, count, clock, wait_s
         self.lock = threading.RLock()
-        self.slots: tuple[ReplicaSlot, ...] = ()  # replaced whole, so that any thread may read it
+        self.slots: tuple[ReplicaSlot, ...] = ()  # replaced as a whole: any thread may read it
         self._by_number: dict[int, ReplicaSlot] = {}
         for number, replica in enumerate(replicas):
             self._add_slot(number, replica)
         self._next_number = len(replicas)
         self._totals = RouterTotals()
-        self.queue: WaitingQueue[RouterJob] = WaitingQueue()  # until any replica has room
-        self.waiting: list[RouterJob] = []  # all others that no replica has now
+        self.queue: WaitingQueue[RouterJob] = WaitingQueue()  # jobs for any replica with room
+        self.waiting: list[RouterJob] = []  # other jobs that no replica has
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
-        self._empty_at: float | None = None  # since when there has been no replica
-        self._said = 0  # how often a message said so
+        self._empty_at: float | None = None  # when the last replica was lost
+        self._said = 0  # warnings about it so far
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The replicas in the slots now, at work or not."""
+        """The replicas in the slots, active or not."""
         return tuple(slot.replica for slot in self.slots)
 
     @property
@@ -135,22 +135,22 @@ class Fleet:
 
     @property
     def jobs(self) -> list[RouterJob]:
-        """All requests that are not answered; read it under the lock."""
+        """All requests that are not answered; read under the lock."""
         dealt = (job for slot in self.slots for job in slot.jobs)
         return [*self.waiting, *self.queue, *dealt]
 
     def slot(self, number: int) -> ReplicaSlot | None:
-        """Return the slot of this number; None: it was removed."""
+        """Return the slot with this number; None if it was removed."""
         return self._by_number.get(number)
 
     def stats(self) -> ReplicaStats:
-        """Return one reading of all replicas, including those that were replaced, or are gone, and
-        of the requests that wait for one."""
+        """Return the merged statistics of all replicas, including replaced and removed ones, and of
+        the requests that wait for a replica."""
         with self.lock:
             return self._totals.read(self._readings()).with_waiting(self.num_undealt)
 
     def join(self, replica: Replica) -> int:
-        """Give a replica a slot of its own; return the slot's number."""
+        """Add a replica in a new slot; return the slot's number."""
         with self.lock:
             self._totals.change(self._readings())
             number, self._next_number = self._next_number, self._next_number + 1
@@ -170,9 +170,9 @@ class Fleet:
         return {slot.number: slot.stats for slot in self.slots}
 
     def hand_over(self, slot: ReplicaSlot, jobs: Sequence[RouterJob]) -> bool:
-        """Give jobs to the replica in this slot; False: it has just died, and they wait.
+        """Give jobs to the replica in this slot. Returns False if it has just died: the jobs wait.
 
-        Raises whatever a healthy replica raises.
+        Raises the errors of a healthy replica.
         """
         try:
             inners = slot.replica.start_many([job.begun or job.request for job in jobs])
@@ -192,14 +192,14 @@ class Fleet:
 
     @staticmethod
     def release(slot: ReplicaSlot, job: RouterJob) -> None:
-        """Take a job off the replica in this slot, which has answered it."""
+        """Remove a job that the replica in this slot has answered."""
         del slot.jobs[job]
         job.inner = None
         if job.suspect:
             slot.has_suspects = any(other.suspect for other in slot.jobs)
 
     def draws_well(self, slot: ReplicaSlot) -> None:
-        """Reset the count of refused completions: one was passed on."""
+        """Reset the count of refused completions after one was accepted."""
         slot.nonfinite = self._blamed_in_a_row = 0
 
     def draws_nonfinite(self, slot: ReplicaSlot) -> None:
@@ -208,7 +208,7 @@ class Fleet:
         self._count("nonfinite_completions", 1)
 
     def drain(self) -> list[RouterJob]:
-        """Remove and return all unanswered requests: no replica will answer them."""
+        """Remove and return all unanswered requests, which no replica will answer."""
         jobs, self.waiting = self.jobs, []
         self.queue.clear()
         for slot in self.slots:
@@ -217,13 +217,13 @@ class Fleet:
             job.inner = None
         return jobs
 
-    # ---- looking after the replicas, on the router's thread
+    # ---- supervision of the replicas, on the router's thread
 
     def retire(self, slot: ReplicaSlot) -> None:
         """Take the replica out if it failed, and give it up if it failed too often.
 
-        A slot whose replica nobody can replace is removed. Raises RolloutError if it was the last
-        one and none will join, and WeightsError if the weights are to blame.
+        The slot of a replica that cannot be replaced is removed. Raises RolloutError if it was the
+        last one and no replica will join, and WeightsError if the weights caused the failure.
         """
         if slot.lost:
             return
@@ -237,34 +237,34 @@ class Fleet:
             self._remove(slot)
 
     def watch_vacancy(self) -> None:
-        """Say that there is no replica, at once and from time to time. Raises RolloutError if that
-        has lasted too long."""
+        """Log a warning while there is no replica, immediately and every REMIND_S seconds. Raises
+        RolloutError after wait_s seconds without a replica."""
         now = self.clock()
         if any(not slot.lost for slot in self.slots):
             if self._said and self._empty_at is not None:
-                log.warning("a sampler is there again after %.1f s", now - self._empty_at)
+                log.warning("a sampler is available again after %.1f s", now - self._empty_at)
             self._empty_at, self._said = None, 0
             return
         self._empty_at = now if self._empty_at is None else self._empty_at
         empty_s, wait_s = now - self._empty_at, self._wait_s or 0.0
         if empty_s >= wait_s:
             raise SamplersLost(
-                f"no sampler is there, and none has joined within {wait_s:.0f} s (remote.wait_s). "
+                f"no sampler is available, and none joined within {wait_s:.0f} s (remote.wait_s). "
                 "Start samplers (python -m jaxrl_async.sample --join HOST:PORT) and resume the "
                 "run, or raise remote.wait_s."
             )
         if self._said < messages_due(empty_s):
             self._said = messages_due(empty_s)
             log.warning(
-                "no sampler is there: %d requests wait for one to join (python -m "
+                "no sampler is available: %d requests wait for one to join (python -m "
                 "jaxrl_async.sample --join HOST:PORT); the run ends in %.0f s (remote.wait_s)",
                 self.num_jobs,
                 wait_s - empty_s,
             )
 
     def restart(self, slot: ReplicaSlot) -> bool:
-        """Start a successor with the newest weights if the backoff is over, and return whether it is
-        at work. May take a while. Raises Closed and WeightsError."""
+        """Start a successor with the newest weights if the backoff is over; return whether it is
+        active. May be slow. Raises Closed and WeightsError."""
         if slot.lost or decide(self._health(slot), self.limits) is not Act.START:
             return False
         slot.restarts += not slot.excused
@@ -284,7 +284,7 @@ class Fleet:
             out_s = slot.up_at - (slot.out_at or slot.up_at)
             slot.out_at = None
         self._count("sampler_restarts", 1)
-        log.warning("sampler %d is at work again after %.1f s", slot.number, out_s)
+        log.warning("sampler %d works again after %.1f s", slot.number, out_s)
         return True
 
     def _health(self, slot: ReplicaSlot) -> Health:
@@ -312,10 +312,10 @@ class Fleet:
             )
 
     def _take_out(self, slot: ReplicaSlot) -> None:
-        """Stop dealing to this slot; its requests wait, or are refused if one is to blame."""
+        """Stop dealing to this slot. Its requests wait; one that caused the end is refused."""
         health = self._health(slot)
         if isinstance(health.error, WeightsError):
-            raise health.error  # every other replica would get the same weights
+            raise health.error  # the other replicas get the same weights
         kind = trouble(health, self.limits)
         if kind is None:  # it made progress just now
             return
@@ -348,8 +348,8 @@ class Fleet:
         }
         log.log(
             logging.WARNING if kind is Trouble.LEFT else logging.ERROR,
-            "sampler %d is taken out (%s), its %d requests go to another, %d of them with what "
-            "they have drawn: %s",
+            "sampler %d is taken out (%s); its %d requests move to other samplers, %d of them with "
+            "their sampled tokens: %s",
             slot.number,
             kind,
             len(back),
@@ -359,8 +359,8 @@ class Fleet:
 
     @staticmethod
     def _judge(slot: ReplicaSlot, kind: Trouble, jobs: Sequence[RouterJob]) -> int:
-        """Note in the requests what the end of their replica says about them; return how many
-        continue from what it handed back."""
+        """Record in the requests what the end of their replica implies for them; return the number
+        that continue from tokens that it handed back."""
         departure, blamed, moved = slot.replica.departure, slot.replica.blamed, 0
         for job in jobs:
             if departure is not None:
@@ -378,19 +378,19 @@ class Fleet:
     def _is_to_blame(self, jobs: Sequence[RouterJob]) -> bool:
         """Return whether the only request of a replica caused its death.
 
-        Not if as many requests were blamed in a row as a replica may restart: then the replicas
-        fail whatever they are given.
+        False if as many requests in a row were blamed as a replica may restart: then the replicas
+        fail with any request.
         """
         alone = len(jobs) == 1 and jobs[0].to_blame
         return alone and self._blamed_in_a_row < self.limits.restarts
 
     def _remove(self, slot: ReplicaSlot) -> None:
-        """Take the slot of a replica away that nobody can replace; what it counted stays."""
+        """Remove the slot of a replica that cannot be replaced; its counts stay."""
         with self.lock:
             self._totals.change(self._readings())
             self.slots = tuple(s for s in self.slots if s is not slot)
             del self._by_number[slot.number]
-        log.warning("sampler %d is gone; %d are there", slot.number, len(self.slots))
+        log.warning("sampler %d is gone; %d remain", slot.number, len(self.slots))
 
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.lost = True

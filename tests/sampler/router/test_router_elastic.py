@@ -289,18 +289,18 @@ def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
     router.samplers[0].die(Disconnected("cut"))
     for _ in range(10):
         router.look()
-    said = [r.message for r in caplog.records if "no sampler is there" in r.message]
+    said = [r.message for r in caplog.records if "no sampler is available" in r.message]
     assert len(said) == 1 and "1 requests wait" in said[0] and "300 s" in said[0]
     clock.advance(REMIND_S)
     router.look()
     router.look()
-    assert sum("no sampler is there" in r.message for r in caplog.records) == 2
+    assert sum("no sampler is available" in r.message for r in caplog.records) == 2
     second = remote()
     router.join(second)
     router.look()
     clock.advance(10 * WAIT_S)
     router.look()
-    assert router.error is None and "a sampler is there again" in caplog.text
+    assert router.error is None and "a sampler is available again" in caplog.text
     second.die(Disconnected("cut"))
     router.look()
     clock.advance(WAIT_S - 1)
