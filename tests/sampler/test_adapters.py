@@ -266,7 +266,7 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
     settings = SamplerSettings(adapters=ROOM)
     with pytest.raises(ConfigError, match="base that never changes"):
         Sampler((SPEC, PARAMS), section=SECTION, settings=settings, weights=_changing())
-    with pytest.raises(ConfigError, match="takes a policy without one"):
+    with pytest.raises(ConfigError, match="takes a policy without an adapter"):
         Sampler((SPEC, joined(one[0], PARAMS, one[1])), section=SECTION, settings=settings)
 
 
