@@ -145,14 +145,16 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
             "would not continue with the same tokens. Give this sampler that seed."
         )
     if request.key is None:
-        raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
+        raise RolloutError(
+            f"{name}: key is None, but its sampled tokens depend on one. Give that key."
+        )
     drawn = checked_ids(saved.token_ids, room.vocab)
     if isinstance(drawn, str):
         raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
     count, wanted = len(drawn), num_wanted(request)
     if count >= wanted:
         raise RolloutError(
-            f"{name} has drawn {count} tokens, and may draw {wanted} (max_new_tokens): nothing is "
+            f"{name} has {count} sampled tokens of at most {wanted} (max_new_tokens): nothing is "
             "left to do. Raise its max_new_tokens."
         )
     columns = {
@@ -321,8 +323,8 @@ def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> 
     kept = saved.kept
     if request.extras and count and (saved.full_logprobs is None or kept is None):
         raise RolloutError(
-            f"{name}: it asks for extras, but full_logprobs and kept of what it drew were not "
-            "saved. Resume it without extras, or begin it again."
+            f"{name}: it asks for extras, but full_logprobs and kept of its tokens were not "
+            "saved. Resume it without extras, or start it again."
         )
     if kept is None:
         return

@@ -21,7 +21,7 @@ def last(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How several readings of one field merge into one."""
+    """The rules that merge several readings of one field."""
 
     over_time: Merge  # of replicas that replaced one another, oldest first
     over_replicas: Merge  # of replicas that run at the same time

@@ -1,4 +1,4 @@
-"""How prefills are divided, and the few shapes that programs are compiled for. Pure: no JAX.
+"""The division of prefills, and the few shapes that programs are compiled for. Pure: no JAX.
 
 A long prompt is prefilled in chunks, one per round, and the running slots decode a block between
 two rounds; short prompts are packed into one program by their lengths.

@@ -1,7 +1,7 @@
 """The replicas in their slots: the requests of each, and which replicas are active or replaced.
 
-    [ slot: replica ] ──dead, hangs, draws NaN──> out ──backoff──> [ slot: its successor ]
-        ^                                          └── too often ──> lost
+    [ slot: replica ] ──dead, hangs, samples NaN──> out ──backoff──> [ slot: its successor ]
+        ^                                            └── too often ──> lost
         └── join                 process ended, or it left ──> the slot is removed
 
 supervise.py decides on each action and its time. The router's threads share all state under `lock`.

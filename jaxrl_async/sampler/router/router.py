@@ -2,7 +2,7 @@
 are replaced.
 
     submit ──> queue ──room──> [ slot: replica ] ──Completion──> the caller's future
-                 ^                │ died, hangs, draws NaN
+                 ^                │ died, hangs, samples NaN
                  └─ dealt again ──┘ taken out; after a backoff a successor takes its slot
 
 Replicas are independent; each swaps weights separately. A replica gets as many requests as it can
@@ -56,7 +56,7 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """What a router needs to know without any replica, for replicas that join and leave."""
+    """The limits that a router needs without any replica, for replicas that join and leave."""
 
     check: RequestCheck  # of requests, for any replica
     wait_s: float = 600.0  # maximum time without any replica
