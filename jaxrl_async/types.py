@@ -27,6 +27,8 @@ Message = Mapping[str, Any]
 
 NOT_DRAWN = -1
 """Version of a token that the policy did not draw (prompt, tool reply, padding)."""
+MAX_STOP_TOKENS = 8
+"""Maximum stop tokens of one request."""
 
 
 class StopReason(StrEnum):

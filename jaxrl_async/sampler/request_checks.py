@@ -15,10 +15,16 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams, TokenRecord
+from jaxrl_async.types import (
+    MAX_STOP_TOKENS,
+    IntArray,
+    KeptTokens,
+    Partial,
+    Request,
+    SamplingParams,
+    TokenRecord,
+)
 
-MAX_STOP_TOKENS = 8
-"""Maximum stop tokens of one request."""
 LEAST_TEMPERATURE = 1e-6
 """Minimum temperature above 0 (greedy): below it, logits / temperature exceed float32's range."""
 LARGEST = float(np.finfo(np.float32).max)

@@ -26,8 +26,7 @@ from jaxrl_async.sampler.device.program_arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.sampling import Controls
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import MAX_STOP_TOKENS, IntArray
 
 FEW_SLOTS = 4
 """Slots of a small insert, used where the largest insert moves many logits."""

@@ -37,8 +37,7 @@ from jaxrl_async.sampler.device.program_arguments import (
     Prefix,
 )
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import MAX_STOP_TOKENS, IntArray
 
 Program = Any
 """A jitted function."""

@@ -34,7 +34,7 @@ from jaxrl_async.sampler.device.program_arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.types import MAX_STOP_TOKENS
 
 log = logging.getLogger(__name__)
 
