@@ -179,7 +179,7 @@ def one_step(groups: list[EpisodeGroup], row_length: int, router: LongDealing) -
     estimator = advantage.resolve(algorithm.advantage)
     credit = Credit(
         algorithm=algorithm,
-        teacher=schema.TeacherSection(),
+        teacher=None,
         advantage=estimator,
         level=advantage.facts_of(estimator).level,
         kl=kl.resolve(algorithm.kl),

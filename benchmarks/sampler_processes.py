@@ -179,7 +179,7 @@ def decode_config(
     """Return the configuration of a run whose policy has this shape."""
     return schema.Config(
         mesh=schema.MeshSection(samplers_in=where, samplers=samplers),
-        remote=RemoteSection(least=samplers, wait_s=120.0, transfer=args.transfer),
+        remote=RemoteSection(min_samplers=samplers, wait_s=120.0, transfer=args.transfer),
         model=schema.ModelSection(
             architecture=schema.ArchitectureSection(
                 family="llama",
@@ -432,7 +432,7 @@ def run_updates(
             f"run.dir={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
             "warm_start.steps=0", "eval.every=0", "data.addition.eval_size=8",
             "checkpoint.every=0", f"mesh.samplers_in={where}", f"mesh.samplers={samplers}",
-            *([f"remote.least={samplers}"] if where == "processes" else []),
+            *([f"remote.min_samplers={samplers}"] if where == "processes" else []),
             f"staleness.max_staleness={staleness}", *args.set,
         ]  # fmt: skip
         command = [sys.executable, "-m", "jaxrl_async.train", "configs/addition.yaml", *settings]

@@ -78,7 +78,8 @@ class EarlierSaveError(CheckpointError):
 
 
 class FolderLost(JaxrlError, RuntimeError):
-    """A run's folder was removed, moved or replaced while the run wrote into it."""
+    """A run's folder was removed, moved or replaced while the run wrote into it, or another trainer
+    has begun to write its checkpoints to the bucket."""
 
 
 class MeshError(JaxrlError, ValueError):

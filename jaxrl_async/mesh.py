@@ -227,7 +227,7 @@ def check_collective(mesh: Mesh, role: str) -> None:
             f"the compiler refuses a sum over the {count} {mesh.devices.flat[0].device_kind} "
             f"devices of {role}, on {hosts} hosts: {str(error).splitlines()[0][:200]}. A part of a "
             "TPU slice must be one that programs can run on: give trainer and samplers whole "
-            "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice, "
+            "slices of their own (mesh.samplers_in=external, mesh.trainer as large as its slice, "
             "and python -m jaxrl_async.sample on each sampler's slice), or take one host."
         ) from error
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.errors import GivenUp, JaxrlError, OutageTooLong, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """python -m jaxrl_async.sample --join ADDRESS: a sampler that joins a run, on its own devices.
 
-The trainer's run has mesh.samplers_in=elsewhere. If it listens on anything but loopback, both sides
+The trainer's run has mesh.samplers_in=external. If it listens on anything but loopback, both sides
 need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer makes
 one at each start, which this command finds if the same user starts it on the same machine.
 

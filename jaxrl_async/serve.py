@@ -37,7 +37,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Generate
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to
 from jaxrl_async.sampler.sampler import Sampler

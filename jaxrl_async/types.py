@@ -383,3 +383,35 @@ class VersionedParams:
         None  # [probe] device array, the trainer's log-probs on the probe; None: no probe
     )
     compared: bool = False  # whether every array has the checksum of what was sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPriority:
+    """The priority of an episode's requests (types.Request.priority), by turn and group."""
+
+    first: int = 0  # level of an episode's first turn
+    later: int = 0  # level of the turns after it
+    older_first: bool = False  # within a level, groups in the order of their prompts
+
+    def of(self, prompt: Prompt, turn: int) -> tuple[int, int]:
+        """Return the priority of a turn's request; turns count from 0."""
+        level = self.later if turn else self.first
+        return level, prompt.position if self.older_first else 0
+
+
+BY_ARRIVAL = TurnPriority()
+"""All requests in the order in which they came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """How answers are drawn and when they end."""
+
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    max_new_tokens: int  # of one turn
+    max_length: int  # of the whole sequence, prompt and replies included
+    keep_mask: bool = False  # completions must bring every drawn token's sampling mask
+    keep_routing: bool = False  # completions must bring every token's experts
+    priority: TurnPriority = BY_ARRIVAL  # of the requests
+    for_training: bool = True  # False: of an evaluation

@@ -219,18 +219,27 @@ def test_a_configuration_loads_and_starts_with_its_command(path):
 
 BESIDE = {
     "sampler.engine=jetstream": ["eval.temperature=1"],
-    "remote.transfer=folder": ["mesh.samplers_in=elsewhere", "remote.folder=weights"],
-    "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=elsewhere"],
-    "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=elsewhere"],
-    "remote.": ["mesh.samplers_in=elsewhere"],
+    "remote.transfer=folder": ["mesh.samplers_in=external", "remote.folder=weights"],
+    "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=external"],
+    "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=external"],
+    "remote.": ["mesh.samplers_in=external"],
     **{start: ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
                "reward.function=mine.py:judged"]
        for start in ("data.jsonl.", "data.chat_", "data.keep_thinking", "data.system_prompt")},
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],
     "trainer.rounding": ["model.param_dtype=bfloat16"],
     "checkpoint.dir": ["warm_start.steps=0"],
+    "run.resume_or_start": ["run.overwrite=false"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
-    "teacher.top_of": ["teacher={source: self, form: loss, top_k: 8}"],
+    "teacher.top_k_of": ["teacher={source: self, form: loss, top_k: 8}"],
+    "teacher.form": ["teacher.source=self"],
+    "teacher.rewards": ["teacher={source: self, form: loss}"],
+    "teacher.": ["teacher.source=self"],
+    "pairs.choose": ["pairs.loss=dpo"],
+    "model.lora.": ["model.lora.rank=4"],
+    "reward.judge.": ["reward.judge={model: m, rubric: Good?}"],
+    "reward.process.": ["reward.process.function=mine.py:steps"],
+    "algorithm.pivots.": ["algorithm.pivots.continuations=2"],
 }  # fmt: skip
 """What a setting needs to be read, by how it begins."""
 

@@ -22,7 +22,7 @@ fi
 config=${1:?$usage}
 shift
 if [[ $role == trainer ]]; then
-    mesh=("mesh.trainer.fsdp=$((hosts * chips))" mesh.samplers_in=elsewhere "remote.listen=0.0.0.0:$at")
+    mesh=("mesh.trainer.fsdp=$((hosts * chips))" mesh.samplers_in=external "remote.listen=0.0.0.0:$at")
 elif ((chips > 1)); then
     mesh=("mesh.trainer.fsdp=$((hosts * (chips / 2)))" "mesh.sampler.tensor=$((chips / 2))" "mesh.samplers=$hosts")
 elif ((hosts == 1)); then

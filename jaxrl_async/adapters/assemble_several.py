@@ -6,7 +6,7 @@ check all ──> claim RUN ──> base (warm start, quantised) ──> sampler
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from jaxrl_async.adapters.shared_samplers import make_shared_samplers
@@ -20,7 +20,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run.assemble import Begun, Claim, Parts, SharedParts, connect
+from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect
 from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
@@ -53,25 +53,20 @@ class OpenedRun:
 
 
 def assemble_several(
-    config: Config,
-    claim: Claim,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    closing: ExitStack,
-    stream: TextIO | None = None,
+    config: Config, context: RunContext, closing: ExitStack, stream: TextIO | None = None
 ) -> tuple[dict[str, Parts], Lock]:
     """Build all parts of all runs, by name; nothing runs yet but the samplers' threads. Return them
     with what to hold while the trainer's slice computes. Arguments as `assemble`'s.
 
     stream: that each run's progress is written to; None: stdout.
     """
+    stop, lockstep = context.stop, context.lockstep
     checked, locks = check_runs(config, lockstep)
     alone = config.model_copy(update={"runs": {}})
     pairs = check_inputs(alone, lockstep, locks)[1] if config.warm_start.steps else None
-    config, paths = claim(config)
+    config, paths = context.claim(config)
     opened = {name: _opened(one, config, paths, stop, closing) for name, one in checked.items()}
-    base, warm_metrics = _base(config, opened, pairs, paths, console, stop, lockstep)
+    base, warm_metrics = _base(config, opened, pairs, paths, context.console, stop, lockstep)
 
     def count(fault: str, number: int = 1) -> None:
         for one in opened.values():
@@ -96,7 +91,7 @@ def assemble_several(
         )
         told = Console(one.config.run.steps, stream=stream, live=False, name=name)
         shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
-        parts[name] = connect(begun, stop, told, lockstep, closing, shared)
+        parts[name] = connect(begun, replace(context, console=told), closing, shared)
     return parts, turns
 
 

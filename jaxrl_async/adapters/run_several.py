@@ -20,14 +20,12 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import folders_of
 from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.garbage import only_new_garbage
-from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run import features
-from jaxrl_async.run.assemble import Claim, Parts
+from jaxrl_async.run.assemble import Parts, RunContext
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.exits import exits_refused
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import LOOK_S, Stop, preempted
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
@@ -35,21 +33,15 @@ from jaxrl_async.run.warm_start import forget_warm_start
 log = logging.getLogger(__name__)
 
 
-def run_several(
-    config: Config,
-    claim: Claim,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    stream: TextIO | None = None,
-) -> None:
+def run_several(config: Config, context: RunContext, stream: TextIO | None = None) -> None:
     """Run all of config.runs to their ends, and write each one's policy and report. Raises
     RunsFailed, once all have ended, if one or more have failed.
 
     stream: that each run's progress is written to; None: stdout.
     """
+    stop = context.stop
     with ExitStack() as closing:
-        parts, turn = assemble_several(config, claim, stop, console, lockstep, closing, stream)
+        parts, turn = assemble_several(config, context, closing, stream)
         with only_new_garbage():
             errors = run_all(parts, stop, turn)
     write_spans()  # for the reports

@@ -97,6 +97,7 @@ def make_shared_samplers(
         probe_ids: tokens on which adapters are checked (run_probe_ids of any run).
     """
     lora, spec = config.model.lora, base.spec
+    assert lora is not None, "a rule asks for it"
     settings = replace(
         sampler_settings(config, spec, probe_ids),
         device_lock=locks.sampler,

@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from jaxrl_async.errors import StalledError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 LOOK_S = 1.0
 """How often a waiting run looks for how long the turn has been held, seconds."""

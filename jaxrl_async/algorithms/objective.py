@@ -105,7 +105,7 @@ def make_recipe(
     Raises ConfigError, with the nearest known name.
     """
     loss = token_loss.resolve(algorithm.loss)
-    distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
+    distils = teacher is not None and teacher.form == "loss"
     return Recipe(
         loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),

@@ -55,13 +55,15 @@ def with_correction(config: schema.Config) -> schema.Config:
     Raise ConfigError on an unknown loss.
     """
     algorithm = config.algorithm
-    if config.run.job != "rl" or config.pairs.loss is not None:  # pairs need no correction
+    if config.run.job != "rl" or config.pairs is not None:  # pairs need no correction
         return config
     used = algorithm.model_copy(update={"correction": correction_of(algorithm)})
     return config.model_copy(update={"algorithm": used})
 
 
-def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection) -> None:
+def check_algorithm(
+    algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None
+) -> None:
     """Try every function that the algorithm names.
 
     Raise ConfigError where one is unknown, refuses its arguments or fails. Warn where a correction
@@ -73,12 +75,12 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
     _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
-    members = algorithm.least_members or algorithm.group_size
+    members = algorithm.min_members or algorithm.group_size
     for choice in algorithm.shaping:
         function = shaping.resolve(choice, group_size=members)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
     left = kept_group_size(algorithm.shaping, members)
-    if algorithm.pivots.continuations:  # and the trunk
+    if algorithm.pivots is not None:  # and the trunk
         left = min(left, algorithm.pivots.continuations + 1)
     try_advantage(algorithm.advantage, group_size=left)
     if algorithm.baseline == "unmasked" and needs_critic(algorithm.advantage):

@@ -11,8 +11,7 @@ import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +26,7 @@ from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.handed_over import handed_over
+from jaxrl_async.tasks.named_tasks import HANDED_OVER
 from jaxrl_async.tasks.task import Environment, Task
 
 log = logging.getLogger(__name__)
@@ -61,8 +60,8 @@ Data = str | Path | Iterable[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What a caller brings beside settings; see jaxrl_async.train. A mapping is the section of the
-    same name."""
+    """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
+    of the same name."""
 
     model: str | Path | Policy | Mapping[str, Any] | None = None
     data: Data | Mapping[str, Any] | None = None
@@ -71,11 +70,10 @@ class Brought:
     task: str | Mapping[str, Any] | Task | type | None = None
 
 
-@contextmanager
 def configured(
     brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
-) -> Iterator[Config]:
-    """Yield the configuration of a call while the `with` lasts: its task is known as long.
+) -> tuple[Config, Task | None]:
+    """Return the configuration of a call, and its task if that is an object.
 
     Args:
         brought: model, data, rewards and task.
@@ -103,7 +101,7 @@ def configured(
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
         raise ConfigError(
-            "train: a task by name has rewards of its own, and cannot take functions beside them. "
+            "train: a task by name has its own rewards, and cannot take further functions. "
             "Give reward=FILE.py:FUNCTION, or the task as an object."
         )
     if isinstance(brought.data, str | Path) or job != "rl":
@@ -116,12 +114,9 @@ def configured(
         if task is not None and task.reward is not None:
             raise ConfigError("train: the task has a reward, and reward gives another. Leave one.")
         task = dataclasses.replace(task or Task(), reward=functions)
-    if task is None:
-        yield load(tree, where="train")
-        return
-    with handed_over(task) as name:
-        tree["task"] = name
-        yield load(tree, where="train")
+    if task is not None:
+        tree["task"] = HANDED_OVER
+    return load(tree, where="train"), task
 
 
 def check_given(
@@ -260,7 +255,7 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    asks = not (task.environment or task.game or task.program)  # nobody else asks the question
+    asks = not (task.environment or task.game or task.program)  # otherwise they ask the question
     train = _renamed(_records(brought.data, "data", plain=asks), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
@@ -287,7 +282,7 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 def _renamed(
     records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
-    """Return records that have, beside their own columns, those that a task looks for; asks: each
+    """Return records with the columns that a task reads, in addition to their own; asks: each
     needs a question. Raises DataError."""
     asked = [columns[c] for c in ("prompt", "messages") if c in columns]
     usual = QUESTIONS if asks else ()

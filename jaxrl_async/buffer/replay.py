@@ -33,7 +33,7 @@ from jaxrl_async.buffer.eligibility import Judge
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.staleness import (
     capacity,
     least_limit,

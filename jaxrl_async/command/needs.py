@@ -56,7 +56,7 @@ def _gguf(config: Config) -> str | None:
     settings = {
         "model.path": config.model.path,
         "data.tokenizer": config.data.tokenizer,
-        "teacher.path": config.teacher.path,
+        "teacher.path": None if config.teacher is None else config.teacher.path,
         "critic.path": config.critic.path,
         "reference.path": config.reference.path,
         "preference.reference": config.preference.reference,
@@ -215,7 +215,7 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         )
         return
     if devices is None or devices.memory is None:
-        here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
+        here = trainer + sampler * (0 if mesh.samplers_in == "external" else mesh.samplers)
         if mesh.colocated and sampler:
             here = both_bytes(config, spec)
         yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
@@ -227,7 +227,7 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         yield _fits("memory of a device, both sides", both, devices.memory, smaller)
         return
     yield _fits("memory of a trainer's device", each_trainer, devices.memory, smaller)
-    if sampler and mesh.samplers_in != "elsewhere":
+    if sampler and mesh.samplers_in != "external":
         yield _fits("memory of a sampler's device", each_sampler, devices.memory, smaller)
 
 

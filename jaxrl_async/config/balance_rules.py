@@ -11,13 +11,13 @@ rule = RuleBook()
 @rule()
 def an_adapter_leaves_routers_as_they_are(config: Config) -> Iterator[str]:
     """Refuse to balance experts by routers that are frozen."""
-    balance, rank = config.model.balance, config.model.lora.rank
+    balance, lora = config.model.balance, config.model.lora
     for name, value in (("loss", balance.loss), ("bias_rate", balance.bias_rate)):
-        if rank and value:
+        if lora is not None and value:
             yield (
                 f"model.balance.{name} ({value:g}) moves routers, which an adapter "
-                f"(model.lora.rank={rank}) leaves as they are. Set {name}=0, or train all weights "
-                "(model.lora.rank=0)."
+                f"(model.lora.rank={lora.rank}) leaves as they are. Set {name}=0, or train all "
+                "weights (model.lora=null)."
             )
 
 

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_async.config.former import renewed_table
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
-from jaxrl_async.config.section import as_called_now
 
 
 class Change(NamedTuple):
@@ -25,7 +25,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     renamed ones by their current names.
     """
     defaults = flattened(json.loads(Config().model_dump_json()))
+    before = renewed_table(before)
     for name in sorted(before.keys() | now.keys()):
-        was = as_called_now(name, before[name]) if name in before else defaults.get(name)
+        was = before[name] if name in before else defaults.get(name)
         if was != now.get(name):
             yield Change(name, was, now.get(name))

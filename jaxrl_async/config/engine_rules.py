@@ -36,10 +36,10 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
             f"sampler.engine=jetstream samples in threads of this process, and mesh.samplers_in="
             f"{where}. Set mesh.samplers_in=threads."
         )
-    if engine == "vllm" and where != "elsewhere":
+    if engine == "vllm" and where != "external":
         yield (
             f"sampler.engine={engine} draws on devices of its own, and mesh.samplers_in={where} "
-            "says that the run gives it some. Set mesh.samplers_in=elsewhere."
+            "says that the run gives it some. Set mesh.samplers_in=external."
         )
 
 

@@ -18,7 +18,9 @@ MARGIN_S = 10.0
 def a_judge_has_one_rubric(config: Config) -> Iterator[str]:
     """Require a rubric in one place for a judge of whole answers."""
     judge = config.reward.judge
-    if judge.judges_answers and (judge.rubric is None) == (judge.rubric_file is None):
+    if judge is None or not judge.judges_answers:
+        return
+    if (judge.rubric is None) == (judge.rubric_file is None):
         yield (
             "reward.judge.rubric and rubric_file: give one of them, which says what makes an "
             "answer good."
@@ -28,6 +30,8 @@ def a_judge_has_one_rubric(config: Config) -> Iterator[str]:
 @rule("reward", "judge")
 def a_judges_scale_rises(config: Config) -> Iterator[str]:
     """Require the worst number of the scale to be below the best."""
+    if config.reward.judge is None:
+        return
     worst, best = config.reward.judge.scale
     if worst >= best:
         yield (
@@ -39,7 +43,8 @@ def a_judges_scale_rises(config: Config) -> Iterator[str]:
 @rule("reward", "judge")
 def a_judges_call_keeps_its_form(config: Config) -> Iterator[str]:
     """Refuse further fields of a call that are set elsewhere or that change its form."""
-    if taken := [name for name in OWN_FIELDS if name in config.reward.judge.extra]:
+    extra = {} if config.reward.judge is None else config.reward.judge.extra
+    if taken := [name for name in OWN_FIELDS if name in extra]:
         yield (
             f"reward.judge.extra has {', '.join(taken)}, which the other settings of reward.judge "
             "decide. Leave it out there."
@@ -50,7 +55,7 @@ def a_judges_call_keeps_its_form(config: Config) -> Iterator[str]:
 def a_judge_gives_up_in_time(config: Config) -> Iterator[str]:
     """Require each time limit of a judge to fit into the one around it."""
     judge, faults = config.reward.judge, config.faults
-    if judge.model is None:
+    if judge is None:
         return
     if judge.timeout_s > judge.patience_s:
         yield (
@@ -69,7 +74,8 @@ def a_judge_gives_up_in_time(config: Config) -> Iterator[str]:
 def a_ranking_judge_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers to a prompt for a judge that compares them."""
     judge = config.reward.judge
-    if judge.judges_answers and judge.mode == "rank" and config.algorithm.group_size == 1:
+    ranks = judge is not None and judge.judges_answers and judge.mode == "rank"
+    if ranks and config.algorithm.group_size == 1:
         yield (
             "reward.judge.mode=rank compares the answers to a prompt, and algorithm.group_size=1 "
             "draws one. Raise it, or set mode=score."
@@ -80,10 +86,11 @@ def a_ranking_judge_has_answers_to_compare(config: Config) -> Iterator[str]:
 def a_judge_judges_something(config: Config) -> Iterator[str]:
     """Require a use of a judge that does not judge whole answers."""
     judge, process = config.reward.judge, config.reward.process
-    if judge.model is not None and judge.weight == 0 and process.function != "judge":
+    asked = None if process is None else process.function
+    if judge is not None and judge.weight == 0 and asked != "judge":
         yield (
             "reward.judge.weight=0 leaves the judge to reward.process.function=judge, and that is "
-            f"{as_text(process.function)}. Set it, or a weight, or leave out reward.judge.model."
+            f"{as_text(asked)}. Set it, or a weight, or reward.judge=null."
         )
 
 
@@ -91,14 +98,14 @@ def a_judge_judges_something(config: Config) -> Iterator[str]:
 def process_rewards_come_from_somewhere(config: Config) -> Iterator[str]:
     """Require a function of the user's, or the judge and steps that it can be asked about."""
     judge, process = config.reward.judge, config.reward.process
-    if process.function is None:
+    if process is None:
         return
     if process.function != "judge" and not is_own(process.function):
         yield (
             f"reward.process.function={process.function} is unknown. Give your own as "
             "FILE.py:FUNCTION, or judge."
         )
-    if process.function == "judge" and judge.model is None:
+    if process.function == "judge" and judge is None:
         yield (
             "reward.process.function=judge asks reward.judge, and there is none. Set "
             "reward.judge.model (with weight=0 if it is to judge steps alone)."
@@ -113,7 +120,8 @@ def process_rewards_come_from_somewhere(config: Config) -> Iterator[str]:
 @rule()
 def late_process_rewards_are_noticed(config: Config) -> Iterator[str]:
     """Require the wait for process rewards to end before that for all scores of a group."""
-    limit_s, whole_s = config.reward.process.max_age_s, config.faults.scorer_timeout_s
+    process, whole_s = config.reward.process, config.faults.scorer_timeout_s
+    limit_s = None if process is None else process.max_age_s
     if limit_s is not None and limit_s >= whole_s:
         yield (
             f"reward.process.max_age_s ({limit_s:g}) must be below faults.scorer_timeout_s "

@@ -72,17 +72,13 @@ def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[s
         )
 
 
-def _distils(config: Config) -> bool:
-    return config.teacher.source != "none"
-
-
 def _distils_by_loss(config: Config) -> bool:
-    return _distils(config) and config.teacher.form == "loss"
+    return config.teacher is not None and config.teacher.form == "loss"
 
 
 def _ignores_rewards(config: Config) -> bool:
     """Return whether the policy learns by distillation alone."""
-    return _distils(config) and config.teacher.rewards == 0
+    return config.teacher is not None and config.teacher.rewards == 0
 
 
 @rule(job="rl")
@@ -146,7 +142,7 @@ def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
 def a_loss_of_whole_ratios_has_the_behavior_as_anchor(config: Config) -> Iterator[str]:
     """Refuse a proximal anchor for losses that weigh by the whole ratio of policy to behaviour."""
     a, name = config.algorithm, name_of(config.algorithm.loss)
-    if a.anchor == "proximal" and name in facts.AGAINST_BEHAVIOR and config.pairs.loss is None:
+    if a.anchor == "proximal" and name in facts.AGAINST_BEHAVIOR and config.pairs is None:
         yield (
             f"algorithm.loss={name} weighs an answer by its whole ratio to the policy that drew "
             "it, and with algorithm.anchor=proximal a ratio begins at the policy that starts the "
@@ -160,7 +156,7 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers per group for advantages that compare them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    if a.group_size == 1 and compares and config.pairs.loss is None:
+    if a.group_size == 1 and compares and config.pairs is None:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
             "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
@@ -172,20 +168,20 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require the fewest members of a group to be a part of it, and enough to compare."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    if a.least_members is None:
+    if a.min_members is None:
         return
-    if a.least_members > a.group_size:
+    if a.min_members > a.group_size:
         yield (
-            f"algorithm.least_members ({a.least_members}) must be at most algorithm.group_size "
+            f"algorithm.min_members ({a.min_members}) must be at most algorithm.group_size "
             f"({a.group_size}): a group has no more members. Lower it, or raise group_size."
         )
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    compares = compares and config.pairs.loss is None
-    if a.least_members == 1 < a.group_size and (compares or a.dynamic_sampling):
+    compares = compares and config.pairs is None
+    if a.min_members == 1 < a.group_size and (compares or a.dynamic_sampling):
         what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
         yield (
-            f"{what} compares the answers to one prompt, and algorithm.least_members=1 lets a "
-            "group go on with one: nothing would be learnt from it. Set least_members to at least "
+            f"{what} compares the answers to one prompt, and algorithm.min_members=1 lets a "
+            "group go on with one: nothing would be learnt from it. Set min_members to at least "
             "2."
         )
 
@@ -210,7 +206,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     kl_per_token = a.kl_coefficient and a.kl_in == "reward"
     own_rewards = any(is_own(function) for function in config.reward.weights)
-    if own_rewards or config.reward.process.function or kl_per_token or _ignores_rewards(config):
+    if own_rewards or config.reward.process is not None or kl_per_token or _ignores_rewards(config):
         return  # single tokens may be rewarded, or nothing is
     alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
     undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1
@@ -262,10 +258,11 @@ def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def a_teacher_has_weight(config: Config) -> Iterator[str]:
     """Require a positive coefficient for a teacher that is loaded."""
-    if _distils(config) and config.teacher.coefficient == 0:
+    teacher = config.teacher
+    if teacher is not None and teacher.coefficient == 0:
         yield (
-            f"teacher.coefficient=0 learns nothing from teacher.source={config.teacher.source}. "
-            "Raise it, or set teacher.source=none."
+            f"teacher.coefficient=0 learns nothing from teacher.source={teacher.source}. Raise it, "
+            "or set teacher=null."
         )
 
 

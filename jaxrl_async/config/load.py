@@ -30,11 +30,12 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
+from jaxrl_async.config.former import NAMES, renew
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
-from jaxrl_async.config.several import differences, merged, section_of
+from jaxrl_async.config.several import differences, is_optional, merged, section_of
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
@@ -90,6 +91,10 @@ def load(
 def _checked(draft: Draft) -> Config:
     """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
     wrong."""
+    for written, now in renew(draft.tree).items():
+        log.warning(
+            "%s: %s is now written %s", draft.where(tuple(written.split("."))), written, now
+        )
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -240,6 +245,7 @@ class FieldHelp:
     about: str
     default: str | None = None  # as YAML
     allowed: str = ""  # type and range in words: "a whole number >= 1 or null"
+    is_null: bool = False  # whether it is a section that is null by default
 
 
 def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
@@ -252,7 +258,7 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         if inner is None:
             yield FieldHelp(here, about, _default(target), _allowed(target))
         else:
-            yield FieldHelp(here, about)
+            yield FieldHelp(here, about, is_null=is_optional(target))
             yield from help_of_fields(inner, (*path, name))
 
 
@@ -273,7 +279,8 @@ def help_text(prefix: str = "") -> str:
     lines = []
     for one in found:
         if one.default is None:
-            lines += ["", f"{one.path}{':  ' + one.about if one.about else ''}"]
+            null = " = null" if one.is_null else ""
+            lines += ["", f"{one.path}{null}{':  ' + one.about if one.about else ''}"]
         else:
             lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
     return "\n".join(lines)
@@ -290,7 +297,11 @@ def setting_names() -> list[str]:
 def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
-    path = tuple(part.strip() for part in dotted.strip().split("."))
+    name = ".".join(part.strip() for part in dotted.split("."))
+    if name in NAMES:
+        log.warning("%s: %s is now called %s", COMMAND_LINE, name, NAMES[name])
+        name = NAMES[name]
+    path = tuple(name.split("."))
     if not equals or not all(path):
         draft.problems.append(
             f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
@@ -363,7 +374,7 @@ def _keep_known(
         inner = section_of(target)
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
-        elif inner is not None:
+        elif inner is not None and not (value is None and is_optional(target)):
             draft.complain(
                 here, f"{'.'.join(here)} = {shown(value)} must be a section: keys and values."
             )
@@ -405,6 +416,8 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif isinstance(target, FieldInfo) and one["type"] == "missing":
+            yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree
             for key in path:
@@ -412,6 +425,14 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
             yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _missing(path: KeyPath, target: FieldInfo) -> str:
+    section = ".".join(path[:-1])
+    return (
+        f"{section} is given without {path[-1]}. Set {'.'.join(path)} ({_allowed(target)}), or "
+        f"{section}=null."
+    )
 
 
 def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
@@ -568,5 +589,7 @@ def _range(limits: Sequence[Any]) -> list[str]:
 
 
 def _default(target: FieldInfo) -> str:
+    if target.is_required():
+        return "required"
     value = target.get_default(call_default_factory=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

@@ -13,10 +13,9 @@ rule = RuleBook()
 @rule("pairs")
 def a_pairs_loss_learns_from_pairs(config: Config) -> Iterator[str]:
     """Refuse losses of single judged answers."""
-    loss = config.pairs.loss
-    if loss is not None and name_of(loss) in facts.SINGLE_ANSWERS:
+    if config.pairs is not None and (name := name_of(config.pairs.loss)) in facts.SINGLE_ANSWERS:
         yield (
-            f"pairs.loss={name_of(loss)} learns from single answers that are called good or bad, "
+            f"pairs.loss={name} learns from single answers that are called good or bad, "
             "against a baseline of mismatched ones, and pairs are compared with each other. Set "
             "dpo, ipo, simpo or orpo; run.job=preference has kto."
         )
@@ -26,17 +25,17 @@ def a_pairs_loss_learns_from_pairs(config: Config) -> Iterator[str]:
 def pairs_have_two_answers(config: Config) -> Iterator[str]:
     """Require two answers in each group that pairs are made of."""
     a = config.algorithm
-    if config.pairs.loss is None:
+    if config.pairs is None:
         return
     if a.group_size < 2:
         yield (
             "pairs.loss compares answers to one prompt, and algorithm.group_size=1 draws one. "
             "Raise it to 2 at least."
         )
-    elif a.least_members == 1:
+    elif a.min_members == 1:
         yield (
-            "pairs.loss compares answers to one prompt, and algorithm.least_members=1 lets a group "
-            "go on with one. Set least_members to at least 2."
+            "pairs.loss compares answers to one prompt, and algorithm.min_members=1 lets a group "
+            "go on with one. Set min_members to at least 2."
         )
 
 
@@ -44,7 +43,7 @@ def pairs_have_two_answers(config: Config) -> Iterator[str]:
 def pairs_are_learnt_in_one_update(config: Config) -> Iterator[str]:
     """Require one update in a step: each needs the log-probs of its weights beforehand."""
     a = config.algorithm
-    if config.pairs.loss is not None and a.epochs * a.minibatches > 1:
+    if config.pairs is not None and a.epochs * a.minibatches > 1:
         yield (
             f"pairs.loss learns a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
             f"times minibatches ({a.minibatches}) asks for {a.epochs * a.minibatches}: the later "
@@ -58,7 +57,7 @@ def pairs_hold_the_reference_in_their_loss(config: Config) -> Iterator[str]:
     """Refuse a KL that would change which answer is better, or that needs whole distributions of
     a reference that is looked up by token."""
     a = config.algorithm
-    if config.pairs.loss is None or not a.kl_coefficient:
+    if config.pairs is None or not a.kl_coefficient:
         return
     if a.kl_in == "reward":
         yield (
@@ -78,25 +77,24 @@ def pairs_hold_the_reference_in_their_loss(config: Config) -> Iterator[str]:
 def pairs_have_no_teacher_in_their_advantages(config: Config) -> Iterator[str]:
     """Refuse a teacher whose word is an advantage, and one beside which pairs weigh nothing."""
     teacher = config.teacher
-    if config.pairs.loss is None or teacher.source == "none":
+    if config.pairs is None or teacher is None:
         return
     if teacher.form == "advantage":
         yield (
             "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
-            "teacher.form=loss, or teacher.source=none."
+            "teacher.form=loss, or teacher=null."
         )
     elif not teacher.rewards:
-        yield (
-            "teacher.rewards=0 leaves pairs.loss without weight. Raise it, or set pairs.loss=null."
-        )
+        yield ("teacher.rewards=0 leaves pairs.loss without weight. Raise it, or set pairs=null.")
 
 
 @rule(job="rl")
 def pairs_are_of_whole_answers(config: Config) -> Iterator[str]:
     """Refuse continuations from pivots, which would be paired with answers from the prompt."""
-    count = config.algorithm.pivots.continuations
-    if config.pairs.loss is not None and count:
+    pivots = config.algorithm.pivots
+    if config.pairs is not None and pivots is not None:
         yield (
-            f"pairs.loss compares whole answers, and algorithm.pivots.continuations ({count}) adds "
-            "ends of answers to their group. Set continuations=0, or pairs.loss=null."
+            "pairs.loss compares whole answers, and algorithm.pivots.continuations "
+            f"({pivots.continuations}) adds ends of answers to their group. Set "
+            "algorithm.pivots=null, or pairs=null."
         )

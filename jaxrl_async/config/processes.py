@@ -14,7 +14,7 @@ def run_devices_per_process(config: Config, count: int) -> int:
     if count > 1 and config.mesh.samplers_in == "processes":
         raise ConfigError(
             f"mesh.samplers_in=processes starts samplers on one machine, and this run has {count} "
-            "processes. Set mesh.samplers_in=elsewhere, and start the samplers on their own hosts."
+            "processes. Set mesh.samplers_in=external, and start the samplers on their own hosts."
         )
     if count > 1 and config.run.replay_schedule is not None:
         raise ConfigError(

@@ -82,9 +82,9 @@ def tls_has_all_its_files(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def the_least_number_of_samplers_is_started(config: Config) -> Iterator[str]:
     """Require the run to start as many processes as it waits for."""
-    mesh, least = config.mesh, config.remote.least
+    mesh, least = config.mesh, config.remote.min_samplers
     if mesh.samplers_in == "processes" and least > mesh.samplers:
         yield (
-            f"remote.least ({least}) is more than the {mesh.samplers} processes that mesh.samplers "
-            "starts: the run would wait for ever. Lower it, or raise mesh.samplers."
+            f"remote.min_samplers ({least}) is more than the {mesh.samplers} processes that "
+            "mesh.samplers starts: the run would never begin. Lower it, or raise mesh.samplers."
         )

@@ -60,6 +60,18 @@ def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
         )
 
 
+@rule("run")
+def what_is_continued_is_not_replaced(config: Config) -> Iterator[str]:
+    """Require run.overwrite not to go with what continues a run: nothing is looked at before."""
+    run = config.run
+    for name in ("resume", "resume_or_start"):
+        if run.overwrite and getattr(run, name):
+            yield (
+                f"run.{name} and run.overwrite exclude each other: the first continues a run that "
+                "exists, the second replaces it. Set one of them to false."
+            )
+
+
 @rule()
 def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
     """Require no replay where time decides which members make a group."""
@@ -158,11 +170,13 @@ def a_head_has_an_even_width(config: Config) -> Iterator[str]:
 def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
     """Require the loss to compare likeliest tokens if the student chooses them."""
     teacher = config.teacher
-    if teacher.top_of == "student" and (teacher.form != "loss" or not teacher.top_k):
+    if teacher is None:
+        return
+    if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
         yield (
-            f"teacher.top_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
+            f"teacher.top_k_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
             f"form=loss looks at, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
-            "leave top_of out."
+            "leave top_k_of out."
         )
 
 
@@ -170,6 +184,8 @@ def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
 def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
     """Require teacher.path exactly if teacher.source=path."""
     teacher = config.teacher
+    if teacher is None:
+        return
     if (teacher.source == "path") != (teacher.path is not None):
         yield (
             f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
@@ -209,7 +225,7 @@ def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
 def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""
     reward = config.reward
-    others = reward.model is not None or reward.judge.judges_answers or config.task is not None
+    others = reward.model is not None or reward.judged or config.task is not None
     if not reward.weights and not others:
         yield (
             f"reward.function={as_text(reward.function)} leaves no reward at all. Set "
@@ -404,7 +420,7 @@ def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterato
             "sampler.matmul=int8 multiplies with weights in int8, and weights.dtype=float8_e4m3fn "
             "has none. Set weights.dtype=int8 or null, or sampler.matmul=bfloat16."
         )
-    if lora.rank and lora.base in FOUR_BITS:
+    if lora is not None and lora.base in FOUR_BITS:
         yield (
             f"sampler.matmul=int8 multiplies with weights in int8, and model.lora.base={lora.base} "
             "has none. Set model.lora.base=int8 or full, or sampler.matmul=bfloat16."
@@ -449,8 +465,8 @@ def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
     weights = (
         reward.function_weight,
         reward.model_weight,
-        reward.judge.weight,
-        reward.process.weight,
+        1.0 if reward.judge is None else reward.judge.weight,
+        1.0 if reward.process is None else reward.process.weight,
         *reward.weights.values(),
     )
     if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
@@ -538,7 +554,7 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
         "runs": bool(config.runs),
         "seats": bool(config.seats),
         "warm_start.steps": config.warm_start.steps > 0,
-        "model.lora.rank without model.path": config.model.lora.rank > 0
+        "model.lora without model.path": config.model.lora is not None
         and config.model.path is None,
     }
     for setting in (name for name, is_set in kept.items() if is_set):
@@ -546,6 +562,19 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
             f"checkpoint.dir does not go with {setting}: the run would need more than its "
             "checkpoints to go on elsewhere. Leave checkpoint.dir out: run.copy_to copies the "
             "whole run to the bucket."
+        )
+
+
+@rule()
+def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
+    """Refuse a copy of the run that holds the checkpoints on the bucket, or lies among them."""
+    places = (config.checkpoint.dir, config.run.copy_to)
+    first, second = (f"{'' if at is None else at.rstrip('/')}/{config.run.name}/" for at in places)
+    if None not in places and (first.startswith(second) or second.startswith(first)):
+        yield (
+            f"checkpoint.dir ({places[0]}) and run.copy_to ({places[1]}) lie in each other for "
+            f"run.name={config.run.name}: a copy that is fetched would bring all checkpoints. Give "
+            "them different addresses."
         )
 
 

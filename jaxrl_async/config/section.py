@@ -1,7 +1,6 @@
 """What every section of the configuration is: frozen, and read from docstrings. Needs no JAX."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,14 +10,6 @@ Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 """Number of things that are made one by one."""
-
-FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"sampler.engine": {"ours": "native"}}
-"""By setting: values that older versions wrote, and the current name of each."""
-
-
-def as_called_now(setting: str, value: Any) -> Any:
-    """Return a setting's value; one that an older version wrote by its current name."""
-    return FORMER_VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value
 
 
 class Section(BaseModel):

@@ -25,6 +25,7 @@ def markdown() -> str:
         if one.default is None:
             level = "##" + "#" * one.path.count(".")
             about = f"\n{_cell(one.about)}\n" * bool(one.about)
+            about += "\nThe section is `null` by default.\n" * one.is_null
             sections[one.path] = [f"\n{level} {one.path}\n{about}"]
             continue
         section = sections[one.path.rpartition(".")[0]]  # also after those within it

@@ -9,7 +9,8 @@ whole. Needs no JAX.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -20,9 +21,15 @@ Settings = dict[str, Any]
 
 
 def section_of(target: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds; None: it is a setting."""
-    kind = target.annotation
+    """Return the section that a field holds, if it is not null; None: it is a setting."""
+    kinds = [kind for kind in get_args(target.annotation) if kind is not NoneType]
+    kind = kinds[0] if len(kinds) == 1 and is_optional(target) else target.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def is_optional(target: FieldInfo) -> bool:
+    """Return whether a field may be null."""
+    return NoneType in get_args(target.annotation)
 
 
 def _inner(section: type[Section], key: Any) -> type[Section] | None:
@@ -51,9 +58,10 @@ def differences(
     found: Settings = {}
     for key, value in own.items():
         inner = _inner(section, key)
-        if inner is not None:
-            value = differences(shared[key], value, inner)
-        if value != ({} if inner is not None else shared[key]):
+        before = shared[key]
+        if inner is not None and before is not None and value is not None:
+            value, before = differences(before, value, inner), {}
+        if value != before:
             found[key] = value
     return found
 

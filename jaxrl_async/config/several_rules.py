@@ -34,10 +34,10 @@ def several_runs_learn_adapters(config: Config) -> Iterator[str]:
     """Require what several runs share a base by: an adapter each, learnt by rewards."""
     if not config.runs:
         return
-    if not config.model.lora.rank:
+    if config.model.lora is None:
         yield (
-            "runs: each run trains an adapter of a base that they share, and model.lora.rank is 0: "
-            "it would train all weights. Set model.lora.rank, or start each run by itself."
+            "runs: each run trains an adapter of a shared base, and model.lora is null: it would "
+            "train all weights. Set model.lora.rank, or start each run separately."
         )
     if config.run.job != "rl":
         yield (

@@ -10,9 +10,7 @@ from typing import Any
 
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.endpoint_section import EndpointSection
-from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.lora_section import FOUR_BITS, LoraSection
-from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.run_section import WandbSection
@@ -23,7 +21,6 @@ from jaxrl_async.config.schema import (
     CriticSection,
     JsonlSection,
     ReferenceSection,
-    TeacherSection,
     name_of,
 )
 from jaxrl_async.config.section import Section
@@ -57,8 +54,12 @@ OF_OUR_ENGINE = (
     "compile_ahead",
 )
 """Settings of sampler that a server of somebody else has flags of its own for."""
-OF_OUTSIDERS = ("outsider_key_variable", "outsider_tries")
+OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
 """Settings of endpoint about agents outside of the run."""
+
+
+NOTHING = Section()
+"""Stands for a section that is null: none of its settings is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def unused_settings(config: Config) -> Unused:
             continue
         for key in use.keys:
             section, name = _owner(config, key)
-            if not section.is_set(name):
+            if section is NOTHING or not section.is_set(name):
                 continue
             shown = f"{key} ({as_text(getattr(section, name))})"
             if off := [switch for switch in use.switches if _is_given(config, switch)]:
@@ -137,11 +138,14 @@ def unread_with_records(config: Config, task: str) -> list[str]:
 
 
 def _owner(config: Config, key: str) -> tuple[Section, str]:
-    """Return the section that holds a dotted key, and the last part of the key."""
+    """Return the section that holds a dotted key, NOTHING if it is null, and the key's last
+    part."""
     *path, name = key.split(".")
     section: Any = config
     for part in path:
         section = getattr(section, part)
+        if section is None:
+            return NOTHING, name
     return section, name
 
 
@@ -187,7 +191,8 @@ def _uses(config: Config) -> Iterator[Use]:
 def _of_other_jobs(config: Config) -> Iterator[Use]:
     job = config.run.job
     for other in SECTIONS_OF_OTHER_JOBS[job]:
-        keys = _keys(other, type(getattr(config, other)))
+        section = getattr(config, other)
+        keys = () if section is None else _keys(other, type(section))
         yield Use(keys, lambda c: False, f"another run.job than {job}")
     yield Use(
         _keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS),
@@ -209,7 +214,7 @@ def _has_kl(config: Config) -> bool:
 
 
 def _pairs(config: Config) -> bool:
-    return config.pairs.loss is not None
+    return config.pairs is not None
 
 
 def _compares_some(config: Config) -> bool:
@@ -218,7 +223,7 @@ def _compares_some(config: Config) -> bool:
     shapings = [name_of(choice) for choice in a.shaping]
     masks = any(s in facts.MASKS_EPISODES or is_own(s) for s in shapings)
     compares = name in facts.COMPARED_IN_GROUP or name == "discounted" or is_own(name)
-    return masks and compares and not _pairs(config) and config.teacher.rewards > 0
+    return masks and compares and not _pairs(config) and _weighs_rewards(config)
 
 
 def _averages(config: Config) -> bool:
@@ -235,11 +240,23 @@ def _has_critic(config: Config) -> bool:
 
 
 def _distils(config: Config) -> bool:
-    return config.teacher.source != "none"
+    return config.teacher is not None
 
 
 def _distils_by_loss(config: Config) -> bool:
-    return config.teacher.form == "loss"
+    return config.teacher is not None and config.teacher.form == "loss"
+
+
+def _weighs_rewards(config: Config) -> bool:
+    return config.teacher is None or config.teacher.rewards > 0
+
+
+def _splits(config: Config) -> str | None:
+    return None if config.reward.process is None else config.reward.process.split
+
+
+def _rates_steps(config: Config) -> str | None:
+    return None if config.reward.process is None else config.reward.process.function
 
 
 OF_PREFERENCES = (
@@ -266,12 +283,6 @@ OF_EVERY_JOB = (
         "model.decoder=null: a layer of your own is of no family",
     ),
     Use(
-        _keys("model.lora", LoraSection, "rank"),
-        lambda c: c.model.lora.rank > 0,
-        "model.lora.rank above 0",
-        ("model.lora.rank",),
-    ),
-    Use(
         ("model.balance.each_layer",),
         lambda c: c.model.balance.loss > 0,
         "model.balance.loss above 0",
@@ -279,7 +290,7 @@ OF_EVERY_JOB = (
     ),
     Use(
         ("model.lora.group_size",),
-        lambda c: c.model.lora.base in FOUR_BITS,
+        lambda c: c.model.lora is not None and c.model.lora.base in FOUR_BITS,
         "model.lora.base in 4 bits",
     ),
     Use(("data.jsonl.path", "data.jsonl.eval_path"), _reads_jsonl, "data.source=jsonl"),
@@ -331,8 +342,8 @@ def _samples(config: Config) -> bool:
 OF_RL = (
     Use(
         _keys("env", EnvSection),
-        lambda c: c.task is not None or c.endpoint.outsiders,
-        "task, or endpoint.outsiders",
+        lambda c: c.task is not None or c.endpoint.external_agents,
+        "task, or endpoint.external_agents",
         ("task",),
     ),
     Use(
@@ -357,22 +368,22 @@ OF_RL = (
     Use(
         (
             "priorities.guests",
-            *_keys("endpoint", EndpointSection, "enabled", "outsiders", *OF_OUTSIDERS),
+            *_keys("endpoint", EndpointSection, "enabled", "external_agents", *OF_OUTSIDERS),
         ),
-        lambda c: c.endpoint.enabled or c.endpoint.outsiders or c.task is not None,
-        "endpoint.enabled, endpoint.outsiders, or a task with a program",
-        ("endpoint.enabled", "endpoint.outsiders", "task"),
+        lambda c: c.endpoint.enabled or c.endpoint.external_agents or c.task is not None,
+        "endpoint.enabled, endpoint.external_agents, or a task with a program",
+        ("endpoint.enabled", "endpoint.external_agents", "task"),
     ),
     Use(
         tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.endpoint.outsiders,
-        "endpoint.outsiders",
-        ("endpoint.outsiders",),
+        lambda c: c.endpoint.external_agents,
+        "endpoint.external_agents",
+        ("endpoint.external_agents",),
     ),
     Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,
-        "mesh.samplers_in=processes or elsewhere",
+        "mesh.samplers_in=processes or external",
         ("mesh.samplers_in",),
     ),
     Use(
@@ -400,14 +411,8 @@ OF_RL = (
         ("staleness.adapt",),
     ),
     Use(
-        _keys("algorithm.pivots", PivotSection, "continuations"),
-        lambda c: bool(c.algorithm.pivots.continuations),
-        "algorithm.pivots.continuations above 0",
-        ("algorithm.pivots.continuations",),
-    ),
-    Use(
         ("algorithm.pivots.mark",),
-        lambda c: c.algorithm.pivots.where == "mark",
+        lambda c: c.algorithm.pivots is not None and c.algorithm.pivots.where == "mark",
         "algorithm.pivots.where=mark",
         ("algorithm.pivots.where",),
     ),
@@ -432,19 +437,18 @@ OF_RL = (
     Use(
         ("algorithm.max_resampled",),
         lambda c: c.algorithm.dynamic_sampling or _pairs(c),
-        "algorithm.dynamic_sampling=true or pairs.loss",
-        ("algorithm.dynamic_sampling", "pairs.loss"),
+        "algorithm.dynamic_sampling=true or pairs",
+        ("algorithm.dynamic_sampling",),
     ),
-    Use(("pairs.choose",), _pairs, "pairs.loss", ("pairs.loss",)),
     Use(
         tuple(f"algorithm.{name}" for name in ("advantage", "loss", "correction", "anchor")),
         lambda c: not _pairs(c),
-        "pairs.loss=null, as pairs have a loss of their own",
+        "pairs=null, as pairs have their own loss",
     ),
     Use(
         ("algorithm.aggregate",),
         _averages,
-        "pairs.loss=null, or a KL, an entropy bonus or a teacher in the loss",
+        "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
     Use(
         ("algorithm.kl", "algorithm.kl_in", "algorithm.kl_target"),
@@ -490,17 +494,11 @@ OF_RL = (
     ),
     # A folder that the start would look for: no switch excuses it.
     Use(("critic.path",), _has_critic, "algorithm.advantage=gae, which has a critic"),
-    Use(
-        _keys("teacher", TeacherSection, "source", "path"),
-        _distils,
-        "teacher.source",
-        ("teacher.source",),
-    ),
 )
 OF_DISTILLATION = (
     Use(
         ("teacher.refresh_every",),
-        lambda c: c.teacher.source == "self",
+        lambda c: c.teacher is not None and c.teacher.source == "self",
         "teacher.source=self",
         ("teacher.source",),
     ),
@@ -513,7 +511,7 @@ OF_DISTILLATION = (
     Use(("teacher.beta",), _distils_by_loss, "teacher.form=loss and kind=js", ("teacher.form",)),
     Use(
         ("teacher.beta",),
-        lambda c: c.teacher.kind == "js" or not _distils_by_loss(c),
+        lambda c: not _distils_by_loss(c) or (c.teacher is not None and c.teacher.kind == "js"),
         "teacher.form=loss and kind=js",
         ("teacher.kind",),
     ),
@@ -521,7 +519,7 @@ OF_DISTILLATION = (
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "shaping", "correction", "anchor")
         ),
-        lambda c: bool(c.teacher.rewards) or not _distils_by_loss(c),
+        lambda c: _weighs_rewards(c) or not _distils_by_loss(c),
         "teacher.rewards above 0",
         ("teacher.rewards",),
     ),
@@ -548,32 +546,20 @@ OF_LOSS_AND_REWARD = (
         ("reward.function", "task"),
     ),
     Use(
-        _keys("reward.judge", JudgeSection, "model"),
-        lambda c: c.reward.judge.model is not None,
-        "reward.judge.model",
-        ("reward.judge.model",),
-    ),
-    Use(
-        _keys("reward.process", ProcessSection, "function"),
-        lambda c: c.reward.process.function is not None,
-        "reward.process.function",
-        ("reward.process.function",),
-    ),
-    Use(
         ("reward.process.separator",),
-        lambda c: c.reward.process.split == "separator",
+        lambda c: _splits(c) == "separator",
         "reward.process.split=separator",
         ("reward.process.split",),
     ),
     Use(
         ("reward.process.rubric",),
-        lambda c: c.reward.process.function == "judge",
+        lambda c: _rates_steps(c) == "judge",
         "reward.process.function=judge",
         ("reward.process.function",),
     ),
     Use(
         ("reward.process.timeout_s",),
-        lambda c: c.reward.process.function != "judge",
+        lambda c: _rates_steps(c) != "judge",
         "a reward.process.function of your own",
         ("reward.process.function",),
     ),

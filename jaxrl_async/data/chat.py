@@ -23,7 +23,7 @@ from jaxrl_async.data.chat_formats.renderer_format import (
 from jaxrl_async.data.chat_formats.template_format import TemplateFormat
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, DataError
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)

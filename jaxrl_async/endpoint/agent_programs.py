@@ -40,13 +40,15 @@ from jaxrl_async.endpoint.sessions import (
 )
 from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
-from jaxrl_async.ports import Clock, Generate, Reply
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.command_groups import COMMANDS
-from jaxrl_async.rollout.episode import NOTHING, EpisodeLimits
+from jaxrl_async.rollout.episode import NOTHING
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
-from jaxrl_async.types import Completion, Episode, IntArray, Message, Prompt, Score
+from jaxrl_async.types import Completion, Episode, EpisodeLimits, IntArray, Message, Prompt, Score
 
 log = logging.getLogger(__name__)
 

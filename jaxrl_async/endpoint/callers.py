@@ -11,7 +11,7 @@ from jaxrl_async.endpoint.conversations import Conversations
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.sampling_request import Draft, Terms
 from jaxrl_async.endpoint.sessions import PolicySession
-from jaxrl_async.ports import Generate
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
 
 Cut = Callable[[IntArray], int | None]

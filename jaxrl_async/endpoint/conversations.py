@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.endpoint.call_messages import digests, following, same_reasoning
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
 MAX_REMEMBERED = 2**19

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
 from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports import Generate
-from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.types import Episode, Prompt
+from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.types import Episode, EpisodeLimits, Prompt
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ def make_members(
     """Make what plays the members of groups; return it with what reads the age of the oldest
     running program, seconds. Arguments and errors as make_programs."""
     programs = make_programs(config, task, serving, count)
-    if not config.endpoint.outsiders:
+    if not config.endpoint.external_agents:
         return programs, programs.oldest_s
-    tries = config.endpoint.outsider_tries
+    tries = config.endpoint.agent_tries
     outside = OutsiderMembers(programs=programs, lobby=serving.lobby, tries=tries)
     return outside, programs.oldest_s
 

@@ -16,7 +16,8 @@ from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.sessions import Sessions
 from jaxrl_async.endpoint.task_lease import AgentDoor
 from jaxrl_async.errors import Closed, ConfigError
-from jaxrl_async.ports import ChatFormat, Generate
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -49,16 +50,16 @@ class RunServing:
         """
         self.needed = needed or section.enabled
         self._guest_key = environ.get(section.key_variable, "").strip()
-        self._agent_key = environ.get(section.outsider_key_variable, "").strip()
+        self._agent_key = environ.get(section.agent_key_variable, "").strip()
         self.lobby = Lobby()
-        if section.outsiders and not self._agent_key:
+        if section.external_agents and not self._agent_key:
             raise ConfigError(
-                "endpoint.outsiders: agents outside of the run need a key. Set the environment "
-                f"variable {section.outsider_key_variable} (endpoint.outsider_key_variable) to one."
+                "endpoint.external_agents: agents outside of the run need a key. Set the "
+                f"environment variable {section.agent_key_variable} (endpoint.agent_key_variable)."
             )
-        if section.outsiders and self._agent_key == self._guest_key:
+        if section.external_agents and self._agent_key == self._guest_key:
             raise ConfigError(
-                f"endpoint: {section.key_variable} and {section.outsider_key_variable} hold the "
+                f"endpoint: {section.key_variable} and {section.agent_key_variable} hold the "
                 "same key, and whoever shows it would be a guest and an agent. Choose another."
             )
         if self.needed:
@@ -98,7 +99,7 @@ class RunServing:
             ),
             sessions=self.sessions,
             guest_keys=(key,) if key else (),
-            door=door if section.outsiders else None,
+            door=door if section.external_agents else None,
         )
         self._endpoint = Endpoint(desk, host=section.host, port=section.port).start()
         log.info("the policy is served at %s/v1", self.address())

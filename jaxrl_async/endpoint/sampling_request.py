@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.request_checks import (
     LARGEST,
     LEAST_TEMPERATURE,

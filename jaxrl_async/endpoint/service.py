@@ -40,7 +40,8 @@ from jaxrl_async.errors import (
     TextTooLong,
 )
 from jaxrl_async.host import give_back_memory
-from jaxrl_async.ports import ChatFormat, Generate
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,9 @@ class Desk:
     def door(self) -> AgentDoor:
         """Return who gives tasks to agents outside. Raises CallRefused if nobody does."""
         if self._door is None:
-            raise CallRefused("no agents outside of the run are asked (endpoint.outsiders)", 404)
+            raise CallRefused(
+                "no agents outside of the run are asked (endpoint.external_agents)", 404
+            )
         return self._door
 
     def caller(

@@ -28,7 +28,8 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
-from jaxrl_async.ports import Generate, Player, Reply
+from jaxrl_async.ports.rollout import Player, Reply
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
     record_of,
@@ -39,7 +40,6 @@ from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import CLOSE_S
 from jaxrl_async.rollout.episode import (
     NOTHING,
-    EpisodeLimits,
     Turn,
     assemble_contexts,
     check_kept,
@@ -52,6 +52,7 @@ from jaxrl_async.tasks.usercode import CallOutcome
 from jaxrl_async.types import (
     Completion,
     Episode,
+    EpisodeLimits,
     IntArray,
     Message,
     Prompt,

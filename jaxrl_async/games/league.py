@@ -38,7 +38,8 @@ from jaxrl_async.model.hf import check_params, load_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import ChatFormat, GroupSource, Player, Publisher
+from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player
+from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.folder import Paths

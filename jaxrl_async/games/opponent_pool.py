@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSetup
 

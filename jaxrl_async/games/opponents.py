@@ -21,7 +21,8 @@ from jaxrl_async.data.prompts import EVAL_POSITION
 from jaxrl_async.games.seating import Sitter, Standings, is_due, league_of, sitter_of
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.ports import GroupSource, Player, Publisher
+from jaxrl_async.ports.rollout import GroupSource, Player
+from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 log = logging.getLogger(__name__)

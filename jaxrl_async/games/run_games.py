@@ -13,17 +13,18 @@ from jaxrl_async.types import Prompt
 
 def check_game(config: Config, name: str) -> None:
     """Raise ConfigError for what would compare the seats of a game with each other."""
-    if config.algorithm.pivots.continuations:
+    if config.algorithm.pivots is not None:
         raise ConfigError(
             f"task = {name!r} is a game, and algorithm.pivots continues answers of one turn. Set "
-            "algorithm.pivots.continuations=0."
+            "algorithm.pivots=null."
         )
-    if config.pairs.loss is not None:
+    if config.pairs is not None:
         raise ConfigError(
             f"task = {name!r} is a game, and pairs.loss would pair answers of different seats. "
             "Leave pairs.loss out: advantages compare each seat with its own kind."
         )
-    if config.reward.judge.judges_answers and config.reward.judge.mode == "rank":
+    judge = config.reward.judge
+    if judge is not None and judge.judges_answers and judge.mode == "rank":
         raise ConfigError(
             f"task = {name!r} is a game, and reward.judge.mode=rank would rank different seats. "
             "Set reward.judge.mode=score."

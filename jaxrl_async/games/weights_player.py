@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import RolloutError, TextTooLong
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Message, Prompt, Request, SamplingParams
 

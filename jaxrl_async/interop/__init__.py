@@ -1,2 +1,2 @@
-"""Samplers that are other engines: vLLM servers, JetStream engines, and our sampler behind Tunix's
-protocol."""
+"""Wing: samplers that are other engines (vLLM, JetStream), and our sampler behind Tunix's
+protocol (sampler.engine)."""

@@ -25,7 +25,7 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
 from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.probe import Probe, ProbeJudge

@@ -40,7 +40,7 @@ from jaxrl_async.judge.judge_prompt import (
 )
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import FUNCTIONS, added, distinct_parts
 from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side, start_async
 from jaxrl_async.types import Episode, IntArray, Prompt, Score

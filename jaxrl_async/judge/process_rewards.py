@@ -31,7 +31,7 @@ from jaxrl_async.errors import (
 from jaxrl_async.judge.judge import JudgeDesk, Transcripts, Unjudged
 from jaxrl_async.judge.judge_prompt import about_steps
 from jaxrl_async.lent import copied_columns, read_only
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.scorers.rewards import is_async
 from jaxrl_async.tasks.usercode import Threads, TooLate, run_async, side_by_side

@@ -8,11 +8,11 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.judge.judge import JudgeDesk, JudgeScorer, Transcripts, judge_cache_file, make_desk
-from jaxrl_async.judge.judge_prompt import rubric_of
+from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.types import Episode, Prompt, Score
 
 
@@ -43,11 +43,12 @@ class RunJudges:
             outages: of the judge's endpoint; None: of its own.
         """
         self._reward, self._tokenizer, self._count = config.reward, tokenizer, faults.add
-        judge = config.reward.judge
+        self._judge = judge = config.reward.judge
         self._desk: JudgeDesk | None = None
-        if judge.model is not None:
+        self._rubric: Rubric | None = None
+        if judge is not None:
             self._desk = make_desk(judge, faults.add, outages)
-        self._rubric = rubric_of(judge) if judge.judges_answers else None
+            self._rubric = rubric_of(judge) if judge.judges_answers else None
         self._transcripts = Transcripts(decode=tokenizer.decode, decode_all=tokenizer.decode_all)
         self._process: ProcessScorer | None = None  # of training
 
@@ -57,10 +58,11 @@ class RunJudges:
         self, others: Scorer | None, on_failure: Literal["fail", "neutral"] | None = None
     ) -> Scorer:
         """Return what judges whole answers, beside `others`; on_failure: None: as configured."""
-        assert self._desk is not None and self._rubric is not None, "the judge judges answers"
+        assert self._judge is not None and self._rubric is not None, "the judge judges answers"
+        assert self._desk is not None
         return JudgeScorer(
             self._desk,
-            self._reward.judge,
+            self._judge,
             self._rubric,
             self._transcripts,
             others=others,
@@ -80,13 +82,13 @@ class RunJudges:
 
     def _process_scorer(self, outcome: Scorer, *, waits: bool) -> ProcessScorer | None:
         section, reward = self._reward.process, self._reward
-        if section.function is None:
+        if section is None:
             return None
         decode = self._tokenizer.decode
         if section.function == "judge":
-            assert self._desk is not None, "a rule asks for it"
+            assert self._desk is not None and self._judge is not None, "a rule asks for it"
             rewards: StepRewards = JudgedSteps(
-                self._desk, reward.judge, section.rubric, self._transcripts
+                self._desk, self._judge, section.rubric, self._transcripts
             )
         else:
             rewards = FunctionSteps(

@@ -47,7 +47,7 @@ def run_config(values: Values, folder: Path) -> Config:
     fixed.append(f"metrics.prometheus=0.0.0.0:{METRICS_PORT}")
     if values.samplers is not None:
         fixed += [
-            "mesh.samplers_in=elsewhere",
+            "mesh.samplers_in=external",
             f"mesh.samplers={values.samplers.replicas}",
             f"remote.listen=0.0.0.0:{JOIN_PORT}",
             f"remote.data_port={DATA_PORT}",

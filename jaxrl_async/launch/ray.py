@@ -62,7 +62,7 @@ def ray_config(path: str, overrides: Sequence[str], samplers: int) -> Config:
         overrides: section.key=value each.
         samplers: Number of samplers at the beginning.
     """
-    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", *RESTARTED]
+    fixed = ["mesh.samplers_in=external", f"mesh.samplers={samplers}", *RESTARTED]
     return load(path, [*overrides, *fixed])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxrl_async.metrics.metric import METRICS
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 SPACE = "faults/"
 OF_THE_STEP = (

@@ -53,7 +53,7 @@ FAULT_METRICS: tuple[Metric, ...] = (
         (
             "faults/lost_members",
             "members",
-            "Members that failed and whose groups went on without them (algorithm.least_members).",
+            "Members that failed and whose groups went on without them (algorithm.min_members).",
         ),
         (
             "faults/player_busy",

@@ -16,7 +16,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         (
             "time/wait_eval_s",
             "s",
-            "Wait for an evaluation of the weights before (eval.beside).",
+            "Wait for an evaluation of the weights before (eval.asynchronous).",
         ),
         ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
@@ -103,7 +103,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "weights/transfers",
             "transfers",
             "Copies of the weights that reached a sampler in a process of its own in this step; "
-            "this and the next five keys are there with mesh.samplers_in=processes or elsewhere.",
+            "this and the next five keys are there with mesh.samplers_in=processes or external.",
         ),
         ("weights/sent_bytes", "bytes", "Bytes that those samplers fetched from the trainer."),
         ("weights/passed_bytes", "bytes", "Bytes that those samplers fetched from each other."),

@@ -1,6 +1,5 @@
 """Before a run begins: bring it back from its copy, or see that the copy is free for it."""
 
-import json
 import logging
 import shutil
 import tempfile
@@ -19,7 +18,8 @@ from jaxrl_async.mirror.remote_copy import (
     whole_checkpoints,
 )
 from jaxrl_async.run.checkpoint.seal import check_files
-from jaxrl_async.run.folder import SIGNS, holds_something, move_aside
+from jaxrl_async.run.folder import holds_something, move_aside
+from jaxrl_async.run.signs import SIGNS, add_signs, read_signs
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def bring_back(run: RunSection) -> None:
             raise _taken(place)
         return
     if holds_something(root):
-        known = read_signs(root)
+        known = read_signs(root / SIGNS)
         if owner in known:
             return
         if not known:
@@ -71,7 +71,7 @@ def begin_copy(run: RunSection, place: CopyPlace, sign: str) -> None:
             if not run.overwrite:
                 raise _taken(place)
             log.warning("%s is moved aside, to %s", place.address, place.move_aside())
-        write_signs(Path(run.dir) / run.name, (sign,))  # first: it may be killed in between
+        add_signs(Path(run.dir) / run.name / SIGNS, (sign,))  # first: it may be killed in between
         place.take(sign)
     except ConfigError:
         raise
@@ -93,7 +93,7 @@ def fetch(place: CopyPlace, names: Iterable[str], root: Path, owner: str | None)
                 place.get(name, made / name)
         for folder, steps in whole_checkpoints(names).items():
             _fetch_newest(place, names, made, folder, steps)
-        write_signs(made, () if owner is None else (owner,))
+        add_signs(made / SIGNS, () if owner is None else (owner,))
         made.rename(root)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -114,23 +114,6 @@ def _fetch_newest(
             shutil.rmtree(made / folder / str(step))
         else:
             return
-
-
-def read_signs(root: Path) -> tuple[str, ...]:
-    """Return the signs of the processes that have copied this folder, or that wrote what it was
-    fetched from."""
-    try:
-        return tuple(json.loads((root / SIGNS).read_text("utf-8")))
-    except (OSError, ValueError):
-        return ()
-
-
-def write_signs(root: Path, signs: Iterable[str]) -> None:
-    """Add to the signs of a folder."""
-    text = json.dumps([*read_signs(root), *signs])
-    fresh = root / (SIGNS + ".tmp")
-    fresh.write_text(text, "utf-8")
-    fresh.replace(root / SIGNS)
 
 
 def _taken(place: CopyPlace) -> ConfigError:

@@ -23,7 +23,8 @@ from jaxrl_async.mirror.remote_copy import (
 )
 from jaxrl_async.remote.wire.address import JOIN_FILE
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, saved_steps
-from jaxrl_async.run.folder import SIGNS, WANDB, FolderWatch
+from jaxrl_async.run.folder import WANDB, FolderWatch
+from jaxrl_async.run.signs import SIGNS
 
 STAGE = ".copying"
 """Folder in the run's for what is on its way."""

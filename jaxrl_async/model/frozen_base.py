@@ -68,9 +68,9 @@ class BaseForm:
         return SCALE if self.kind == "int8" else PACKED[self.kind]
 
 
-def form_of(section: LoraSection) -> BaseForm | None:
+def form_of(section: LoraSection | None) -> BaseForm | None:
     """Return how a configuration keeps the frozen base; None: in the type of all weights."""
-    if not section.rank or section.base == "full":
+    if section is None or section.base == "full":
         return None
     return BaseForm(kind=section.base, group=section.group_size)
 

@@ -6,7 +6,7 @@ head, and walks over the keys that they see, a block at a time, with the softmax
 or its window. Where programs are too few for the device, the keys of a query are divided among
 several, whose sums are put together afterwards (Dao et al. 2023, "Flash-Decoding").
 
-    plan    which queries each program has: one of a decode step, or a block of a prompt's
+    plan    which queries each program has, see query_blocks.py
     pages   [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; [P, G, 1, W] of latent
             attention, whose keys are the values, too
     new     [t, 2 N, W]: keys and values of the queries' own tokens, for layers with a window, whose
@@ -29,6 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_async.model.kernels import PLAIN, Scoring
+from jaxrl_async.model.query_blocks import plan_of
 
 UNSEEN = -1e30
 """Score of a key that must not be seen, and the maximum of no keys: finite, to avoid NaN."""
@@ -124,34 +125,6 @@ def column_parts(width: int) -> list[slice]:
         parts.append(slice(begin, begin + size))
         begin += size
     return parts
-
-
-class Plan(NamedTuple):
-    """Which queries each block of programs has, [blocks] int32 each."""
-
-    sequence: Array
-    first: Array  # query, of all sequences' together
-    queries: Array  # how many; 0: the block has none
-    position: Array  # of the first query in its sequence
-    begin: Array  # position of the sequence's first query
-    end: Array  # position behind the last query's; 0: the block has no queries, and reads nothing
-
-
-def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
-    """Divide the queries of sequences into blocks of at most so many."""
-    S = kv_lens.shape[0]
-    lengths = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    blocks_of = (lengths + queries - 1) // queries
-    ends = jnp.cumsum(blocks_of, dtype=jnp.int32)
-    block = jnp.arange(min(tokens, tokens // queries + S), dtype=jnp.int32)
-    sequence = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32).clip(0, S - 1)
-    done = (block - (ends - blocks_of)[sequence]) * queries
-    count = jnp.clip(lengths[sequence] - done, 0, queries)
-    count = jnp.where(block < ends[-1], count, 0)
-    begin = (kv_lens - lengths)[sequence]
-    position = begin + done
-    end = jnp.where(count > 0, position + count, 0)
-    return Plan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)
 
 
 def attend_pages(

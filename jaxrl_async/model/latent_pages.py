@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_async.model.gpu_pages import plan_of
 from jaxrl_async.model.kernels import PLAIN, Scoring
+from jaxrl_async.model.query_blocks import plan_of
 
 MASKED = -1e30
 """Score of what is not seen."""

@@ -52,10 +52,10 @@ class Lora:
     dropout: float = 0.0  # share of the inputs of A that an update leaves out
 
 
-def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
+def lora_of(spec: ModelSpec, section: LoraSection | None) -> Lora | None:
     """Return how a configuration adapts a decoder; None: all weights are trained. Raises
     ConfigError where a target matches nothing."""
-    if not section.rank:
+    if section is None:
         return None
     return Lora(
         names=_targets(spec, section.targets),
@@ -68,7 +68,7 @@ def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
 
 
 def scale_of(section: LoraSection) -> float:
-    """Return what the product with B is multiplied by; rank must be above 0."""
+    """Return what the product with B is multiplied by."""
     return section.alpha / (section.rank**0.5 if section.rslora else section.rank)
 
 

@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "moments, to the trainer and a place to each sampler."
             )
         trainer = _trainer_slices(args)
-        if trainer.count > 1 and config.mesh.samplers_in != "elsewhere":
+        if trainer.count > 1 and config.mesh.samplers_in != "external":
             raise ConfigError(
                 f"--num-slices {trainer.count} is for a trainer on separate slices, and with "
                 f"mesh.samplers_in={config.mesh.samplers_in} the samplers are on them. Set "
-                "mesh.samplers_in=elsewhere."
+                "mesh.samplers_in=external."
             )
         config = config.on_devices(*_kind_of(trainer.chip))
         name = args.sampler_topology or _samplers_of(config, trainer)
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="the trainer's slice: v5e-64 (64 chips), or v5e:8x8; or NVIDIA cards: h100-8, or "
         "h100:2x8 (hosts and the cards of each); what trainer and samplers divide unless "
-        "mesh.samplers_in=elsewhere",
+        "mesh.samplers_in=external",
     )
     parser.add_argument(
         "--num-slices",
@@ -108,11 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="the trainer has N slices of --topology, joined by the data center network: "
-        "mesh.trainer.data is a multiple of N, mesh.samplers_in=elsewhere",
+        "mesh.trainer.data is a multiple of N, mesh.samplers_in=external",
     )
     parser.add_argument(
         "--sampler-topology",
-        help="chips of all samplers together, each on its own slice (mesh.samplers_in=elsewhere); "
+        help="chips of all samplers together, each on its own slice (mesh.samplers_in=external); "
         "default: as mesh says, of the trainer's generation",
     )
     parser.add_argument(
@@ -145,7 +145,7 @@ def _trainer_slices(args: argparse.Namespace) -> Slice:
 def _samplers_of(config: Config, trainer: Slice) -> str | None:
     """Name the chips of the samplers; None: they have no slices of their own."""
     mesh = config.mesh
-    if mesh.samplers_in != "elsewhere":
+    if mesh.samplers_in != "external":
         return None
     devices = mesh.samplers * mesh.sampler.num_devices
     return f"{trainer.chip.generation}-{max(1, devices // trainer.chip.devices)}"

@@ -165,7 +165,7 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
 
 PART_HINT = (
     ". A part of a TPU slice must be one that programs can run on: give trainer and samplers whole "
-    "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice), or take "
+    "slices of their own (mesh.samplers_in=external, mesh.trainer as large as its slice), or take "
     "one host."
 )
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -79,7 +79,7 @@ class Kernel:
     times: float
     flops: float  # 0 where it depends on more than shapes
     num_bytes: float = 0.0  # to and from HBM, of the experts' products
-    length: int = 0  # of attention in training: keys of a row
+    length: int = 0  # of attention in training and prefills: keys of a row
     width: int = 0  # of its heads
 
 

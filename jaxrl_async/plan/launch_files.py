@@ -41,7 +41,7 @@ def best_that_fits(
     """
     whole, now = plan.together, plan.trainer.where.num_chips
     assert whole is not None, "it fits"
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         return config, plan
     rates = {s: at_split(whole.pipeline, now, s).trained_tokens_per_s for s in whole.splits}
     for split in sorted(rates, key=lambda s: -rates[s]):
@@ -103,7 +103,7 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     file = folder / CONFIG_FILE
     file.write_text(dump(config), encoding="utf-8")
     load(file)
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         devices = config.mesh.trainer.num_devices
         share = f"{_share()} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices

@@ -1,6 +1,6 @@
 """Where a run's roles are, as the run itself divides chips; the slices are described, not there.
 
-mesh.samplers_in=elsewhere   a slice for the trainer, and one, of any generation, per sampler
+mesh.samplers_in=external   a slice for the trainer, and one, of any generation, per sampler
 processes                    the devices of one host: the trainer's, then each sampler's
 threads                      the same, or an equal part of each host of a slice
 """
@@ -40,12 +40,12 @@ def make_places(config: schema.Config, trainer: Slice, samplers: tuple[Chip, int
         trainer: The trainer's slice; with mesh.samplers_in=threads or processes, what trainer and
             samplers divide.
         samplers: Kind and number of the chips of all samplers together, each on a slice of its own;
-            None unless mesh.samplers_in=elsewhere.
+            None unless mesh.samplers_in=external.
 
     Raises ConfigError if the meshes do not fit their slices, MeshError if the compiler refuses a
     program on one of them.
     """
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         return _divided(config.mesh, trainer, samplers)
     assert samplers is not None, "slices of their own have a topology"
     return _apart(config.mesh, trainer, *samplers)
@@ -106,7 +106,7 @@ def _divided(
     if samplers is not None:
         raise ConfigError(
             f"--sampler-topology is for samplers on slices of their own, and with {how} they are "
-            f"on the trainer's ({where.name}). Leave it out, or set mesh.samplers_in=elsewhere."
+            f"on the trainer's ({where.name}). Leave it out, or set mesh.samplers_in=external."
         )
     devices = devices_of(where)
     hosts = len({device.process_index for device in devices})
@@ -114,7 +114,7 @@ def _divided(
         raise ConfigError(
             f"{how} divides the {where.chip.word}s of one host, and {where.name} "
             f"({where.topology}) has {hosts} hosts. Take a topology of one host (v5e-8, v6e-8, "
-            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=elsewhere, "
+            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=external, "
             "--sampler-topology)."
         )
     try:
@@ -123,7 +123,7 @@ def _divided(
         raise ConfigError(
             f"{error} That is on {where.name} ({where.topology}), which --topology names: with "
             f"{how} trainer and samplers divide it. For slices of their own set "
-            "mesh.samplers_in=elsewhere."
+            "mesh.samplers_in=external."
         ) from error
     return Places(
         trainer=_part(where, list(slices.trainer.devices.flat)),

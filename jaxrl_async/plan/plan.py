@@ -15,7 +15,7 @@ from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
 from jaxrl_async.plan.chips import GIB, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
-from jaxrl_async.plan.cost import BETWEEN_SLICES
+from jaxrl_async.plan.cost import BETWEEN_SLICES, Kernel
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
@@ -34,7 +34,13 @@ from jaxrl_async.plan.programs import (
     trained,
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
-from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
+from jaxrl_async.plan.timing import (
+    Timing,
+    decode_account,
+    gradient_account,
+    on_pages_s,
+    timing,
+)
 from jaxrl_async.plan.transport_rates import (
     TRANSPORTS,
     Transport,
@@ -75,6 +81,12 @@ class DecodeLoad:
     rows: int  # sequences that decode at once
     context: float  # tokens of each
     read_bytes: float  # KV that a device reads in a step
+    kernel: Kernel | None = None  # what it computes on the pages in a step; None: gathers them
+
+    def of_block(self, steps: int) -> tuple[float, Kernel | None]:
+        """Return the KV that a device reads in so many steps, bytes, and what it computes there."""
+        kernel = self.kernel and replace(self.kernel, flops=self.kernel.flops * steps)
+        return self.read_bytes * steps, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +305,13 @@ def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogr
         kv.pages * kv.page_tokens * kv.layout.arrays
     )  # of a token
     rows = max(1, min(kv.slots, int(kv.pages / pages_at(kv, context))))
-    read = read_tokens(spec, kv.page_tokens, context) * len(kv.layout.places)
-    return DecodeLoad(rows=rows, context=context, read_bytes=rows * read * layer_bytes)
+    read, pair = rows * read_tokens(spec, kv.page_tokens, context), held.pair_kernel
+    return DecodeLoad(
+        rows=rows,
+        context=context,
+        read_bytes=read * len(kv.layout.places) * layer_bytes,
+        kernel=pair and replace(pair, flops=read * pair.flops),
+    )
 
 
 def pages_at(kv: MemoryPlan, context: float) -> float:
@@ -326,19 +343,15 @@ def sampler_side(
     # Frozen models are taken to be as large as the policy: they are not read here.
     beside = resident_snapshots(config.seats) + len(frozen_models(config.seats))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
-    read = {"decode": load.read_bytes * config.sampler.block}
+    on_pages = {
+        "prefill": (0.0, held.prefill_kernel),
+        "decode": load.of_block(config.sampler.block),
+    }
     return Side(
         where=where,
         programs=own,
         timings={
-            p.name: timing(
-                p,
-                where,
-                cache_bytes=read.get(p.name, 0.0),
-                ragged=held.prefill_kernel if p.name == "prefill" else None,
-            )
-            for p in own
-            if p.fits
+            p.name: timing(p, where, *on_pages.get(p.name, (0.0, None))) for p in own if p.fits
         },
         memory=sampler_memory(
             own,
@@ -437,7 +450,7 @@ def pipeline_of(
 ) -> Pipeline:
     """Return the pipeline for simulate()."""
     section, load = config.sampler, decode.load
-    read_s = load.read_bytes / places.sampler.chip.hbm_bytes_per_s / RAGGED_SHARE  # as in timing
+    read_s = on_pages_s(load.read_bytes, load.kernel, places.sampler)  # as in timing
     return Pipeline(
         samplers=Samplers(
             slots=load.rows,
@@ -538,7 +551,7 @@ def transfer_of(
     if how == "threads":
         sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
         return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "elsewhere", hosts_of(places.slices.sampler)
+    apart, hosts = how == "external", hosts_of(places.slices.sampler)
     rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
     if not apart:
         rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
@@ -641,7 +654,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     )
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
-        "the teacher's pass": config.teacher.source != "none",
+        "the teacher's pass": config.teacher is not None,
         "the reward model's pass": config.reward.model is not None,
     }
     missing = [name for name, there in left_out.items() if there]

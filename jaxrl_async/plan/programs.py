@@ -2,7 +2,7 @@
 that a run calls. No weights are loaded or made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,8 @@ class Held:
     state: DecodeState
     kv: MemoryPlan
     chunk_tokens: int  # of the prefill's program
-    prefill_kernel: Kernel | None = None  # of the ragged kernels of a prefill on the pages
+    prefill_kernel: Kernel | None = None  # of the kernels on the pages in a prefill
+    pair_kernel: Kernel | None = None  # of them for one query and one token, see pair_kernel()
 
 
 def check(config: schema.Config) -> None:
@@ -83,10 +84,10 @@ def check(config: schema.Config) -> None:
             f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
             "samplers. Set run.job=rl."
         )
-    if config.teacher.source != "none" and config.teacher.form == "loss":
+    if config.teacher is not None and config.teacher.form == "loss":
         raise ConfigError(
             "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
-            "outside the gradient, or teacher.source=none."
+            "outside the gradient, or teacher=null."
         )
     try_own_loss(config.algorithm)
 
@@ -150,7 +151,7 @@ def trainer_programs(
     context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    drops = config.model.lora.rank and config.model.lora.dropout
+    drops = config.model.lora is not None and config.model.lora.dropout > 0
     frozen = Frozen(
         reference=reference(config, spec, mesh) if runs_reference(config) else None,
         base=base_on_trainer(config, spec, mesh),
@@ -289,28 +290,38 @@ def sampler_programs(
         kv=plan,
         chunk_tokens=tokens,
         prefill_kernel=prefill_kernel(config, engine.spec, tokens),
+        pair_kernel=pair_kernel(engine.spec),
     )
     return lowered, held
 
 
 def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
-    """Return what the ragged kernels of a prefill of so many tokens compute on a device, of prompts
-    as long as they may be: two products of each query with its own token and those before, in heads
-    as wide as the pages have them (of a TPU's latent attention the second in values, a part of the
-    keys). None: prompts are not prefilled on the pages."""
-    if not engine.prefills_in_pages:
+    """Return what the kernels on the pages compute on a device in a prefill of so many tokens, of
+    prompts as long as they may be: each query sees its own token and those before. None: prompts
+    are not prefilled on the pages."""
+    pair = pair_kernel(engine)
+    if pair is None or not engine.prefills_in_pages:
         return None
-    model, length = engine.model, config.prompt_limit
+    length = config.prompt_limit
+    return replace(pair, flops=tokens * (length + 1) / 2 * pair.flops, length=length)
+
+
+def pair_kernel(engine: EngineSpec) -> Kernel | None:
+    """Return what the kernels on the pages compute on a device for one query and one token that it
+    sees, in all layers: two products, in heads as wide as the pages have them (of a TPU's latent
+    attention the second in values, a part of the keys). None: no kernel for TPU or GPU reads the
+    pages."""
+    if not engine.ragged:
+        return None
+    model, layers = engine.model, len(engine.kv_layout.places)
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
     keys = values = model.cached_shape[2]
     if engine.pads_pages:
         keys = page_head_dim(keys)
         values = page_head_dim(model.latent.rank) if model.latent else keys
-    flops = 2 * tokens * (length + 1) / 2 * heads * (keys + values) * model.layers
-    return Kernel(
-        name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=keys
-    )
+    flops = 2.0 * heads * (keys + values) * layers
+    return Kernel(name="on_pages", times=layers, flops=flops, width=keys)
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
@@ -352,7 +363,7 @@ def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = Non
 def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     """Return the shapes of what an adapter changes, as the trainer holds it, maybe quantised; None:
     nothing is frozen."""
-    if not config.model.lora.rank:
+    if config.model.lora is None:
         return None
     form = form_of(config.model.lora)
     check_groups(spec, form, mesh, "mesh.trainer")

@@ -4,8 +4,9 @@
                   cards arithmetic
     kernels       attention's, which it does not time: their FLOPs at the share of the peak that
                   was published (attention_rates.py; a prefill's kernel on the pages is taken to
-                  reach what training's forward pass does), the bytes of the KV cache at four
-                  fifths of the bandwidth (on the pages, in decode)
+                  reach what training's forward pass does); on the pages, in decode, FLOPs at half
+                  the peak, or the bytes of the KV cache at four fifths of the bandwidth, whichever
+                  takes longer
     experts       their products, which it does not time either, count with compute: FLOPs at half
                   the peak, or bytes at four fifths of the bandwidth, whichever takes longer
     hidden        gathers, scatters and permutes of weights, overlapped with the products
@@ -33,6 +34,10 @@ Published: up to 0.86 in decode, Llama 3 8B on tpu7x, by the third version of th
 both, 0.323 and 0.333 ms (github.com/sgl-project/sglang-jax/issues/967, chip not named). No share
 was found for v5e, v5p or v6e.
 """
+DECODE_SHARE = 0.5
+"""Assumed share of a TPU's peak that decode reaches on the pages, where computing takes longer than
+reading: latent attention of many heads. Nothing is published for TPUs; an H800 reaches 0.67
+(github.com/deepseek-ai/FlashMLA: 660 TFLOP/s)."""
 GROUPED_SHARE = 0.5
 """Assumed share of the peak that the experts' products reach.
 
@@ -134,7 +139,7 @@ def decode_account(
 
 
 def timing(
-    done: Compiled, where: Slice, *, cache_bytes: float = 0.0, ragged: Kernel | None = None
+    done: Compiled, where: Slice, cache_bytes: float = 0.0, ragged: Kernel | None = None
 ) -> Timing:
     """Estimate a program on its slice.
 
@@ -143,10 +148,10 @@ def timing(
         where: its slice.
         cache_bytes: KV that its kernels on the pages read in all, where it has such.
         ragged: what these compute, which their text does not tell; None: what counts is reading.
+            Both happen at once: the one that takes longer counts.
     """
     chip, cost = where.chip, done.cost
     kernels = [*cost.kernels, *(() if ragged is None else (ragged,))]
-    attention = [k for k in kernels if not k.num_bytes]
     grouped_s = sum(
         max(
             k.flops / chip.peak_flops / GROUPED_SHARE,
@@ -161,32 +166,43 @@ def timing(
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED or c.axes == BETWEEN_SLICES)
     talk = sum(seconds.values())
     on_pages = any(k.name.startswith(ON_PAGES) for k in cost.kernels)  # else they are gathered
-    read_s = cache_bytes / chip.hbm_bytes_per_s if on_pages else 0.0
+    read_bytes = cache_bytes if on_pages else 0.0
     return Timing(
         compute_s=cost.compute_s + grouped_s,
         products_s=cost.products_s + grouped_s,
         peak_s=flops / chip.peak_flops,
-        kernels_s=sum(k.flops / chip.peak_flops / _attention_share(k, where) for k in attention)
-        + read_s / RAGGED_SHARE,
+        kernels_s=sum(_attention_s(k, where) for k in cost.kernels if not k.num_bytes)
+        + on_pages_s(read_bytes, ragged, where),
         hidden_s=talk - exposed,
         exposed_s=exposed,
         roofline_s=max(
             flops / chip.peak_flops,
-            num_bytes / chip.hbm_bytes_per_s + read_s,
+            (num_bytes + read_bytes) / chip.hbm_bytes_per_s,
             talk,
         ),
     )
 
 
-def _attention_share(kernel: Kernel, where: Slice) -> float:
-    """Return the share of the peak for a kernel of attention; 1 where it has no FLOPs."""
+def on_pages_s(num_bytes: float, computed: Kernel | None, where: Slice) -> float:
+    """Return the seconds of kernels on the pages: to read so many bytes of them, or to compute,
+    whichever takes longer; None: what counts is reading."""
+    read_s = num_bytes / where.chip.hbm_bytes_per_s / RAGGED_SHARE
+    return read_s if computed is None else max(read_s, _attention_s(computed, where))
+
+
+def _attention_s(kernel: Kernel, where: Slice) -> float:
+    """Return the seconds of a kernel of attention, by its share of the peak; 0 where it has no
+    FLOPs."""
     if not kernel.flops:
-        return 1.0
-    backward = kernel.name.startswith(BACKWARD)
-    if where.chip.is_card:
-        return card_share(kernel.name, backward=backward)
-    generation = where.chip.generation
-    return splash_share(generation, kernel.length, kernel.width, backward=backward)
+        return 0.0
+    chip, backward = where.chip, kernel.name.startswith(BACKWARD)
+    if chip.is_card:
+        share = card_share(kernel.name, backward=backward)
+    elif kernel.length:
+        share = splash_share(chip.generation, kernel.length, kernel.width, backward=backward)
+    else:
+        share = DECODE_SHARE
+    return kernel.flops / chip.peak_flops / share
 
 
 def collective_s(talk: Collective, where: Slice) -> float:

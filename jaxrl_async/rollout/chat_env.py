@@ -35,7 +35,7 @@ from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
-from jaxrl_async.ports import ChatFormat, Reply
+from jaxrl_async.ports.rollout import ChatFormat, Reply
 from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task

@@ -13,7 +13,8 @@ from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import time_limit
-from jaxrl_async.ports import Clock, Concludes, Env, Opens, Plays, Reply, SavesState
+from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
+from jaxrl_async.ports.run import Clock, SavesState
 from jaxrl_async.types import Completion, IntArray, Prompt, Score
 
 T = TypeVar("T")

@@ -17,15 +17,17 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.outages import ENVIRONMENT, Outages
-from jaxrl_async.ports import Concludes, Env, Generate, Opens, Plays, Reply, SavesState
+from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
+from jaxrl_async.ports.run import SavesState
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.rollout.quorum import Quota, first_ended
-from jaxrl_async.rollout.turn_priority import BY_ARRIVAL, TurnPriority
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
     Episode,
+    EpisodeLimits,
     ExpertIds,
     FloatArray,
     IntArray,
@@ -34,7 +36,6 @@ from jaxrl_async.types import (
     Partial,
     Prompt,
     Request,
-    SamplingParams,
     Score,
     StopReason,
 )
@@ -42,20 +43,6 @@ from jaxrl_async.types import (
 NOTHING: IntArray = np.zeros(0, np.int32)
 CUT_OFF: Message = {"role": "assistant"}
 """Message of a turn to which no environment replied, since it did not end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """How answers are drawn and when they end."""
-
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    max_new_tokens: int  # of one turn
-    max_length: int  # of the whole sequence, prompt and replies included
-    keep_mask: bool = False  # completions must bring every drawn token's sampling mask
-    keep_routing: bool = False  # completions must bring every token's experts
-    priority: TurnPriority = BY_ARRIVAL  # of the requests
-    for_training: bool = True  # False: of an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ import numpy as np
 from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Generate, Opens, Plays, Scorer
+from jaxrl_async.ports.rollout import Opens, Plays, Scorer
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
     EpisodeProgress,
     PlayAgain,
     SavedEpisode,
@@ -23,8 +23,17 @@ from jaxrl_async.rollout.episode import (
     play_group,
 )
 from jaxrl_async.rollout.quorum import all_or_none
-from jaxrl_async.rollout.turn_priority import TurnPriority
-from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.types import (
+    CORRECT,
+    Episode,
+    EpisodeLimits,
+    IntArray,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    TurnPriority,
+)
 
 log = logging.getLogger(__name__)
 

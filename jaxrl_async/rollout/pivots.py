@@ -19,16 +19,17 @@ import numpy as np
 
 from jaxrl_async.algorithms.forks import ForkPoint
 from jaxrl_async.errors import Closed
-from jaxrl_async.ports import Generate
-from jaxrl_async.rollout.episode import (
-    NOTHING,
+from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.rollout.episode import NOTHING, Turn, assemble_episode, check_kept, make_request
+from jaxrl_async.types import (
+    Completion,
+    Episode,
     EpisodeLimits,
-    Turn,
-    assemble_episode,
-    check_kept,
-    make_request,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Request,
 )
-from jaxrl_async.types import Completion, Episode, FloatArray, IntArray, Prompt, Request
 
 log = logging.getLogger(__name__)
 

@@ -33,10 +33,11 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Clock, Gate, Generate, Plays, Scorer
+from jaxrl_async.ports.rollout import Gate, Plays, Scorer
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
     EpisodeProgress,
     PlayAgain,
     SavedEpisode,
@@ -56,6 +57,7 @@ from jaxrl_async.types import (
     Drop,
     Episode,
     EpisodeGroup,
+    EpisodeLimits,
     IntArray,
     Partial,
     Prompt,

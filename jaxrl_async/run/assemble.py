@@ -51,6 +51,7 @@ from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Watchdog
 from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.trainer import Trainer
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
@@ -58,6 +59,17 @@ from jaxrl_async.weights.channel import WeightChannel
 Claim = Callable[[Config], tuple[Config, Paths]]
 """Makes or finds the run's folder, and holds it; returns the configuration with run.resume settled.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What a job is run with, besides its configuration."""
+
+    claim: Claim  # called once all that can be checked before has been checked
+    stop: Stop  # ends the warm start and, later, the run
+    console: Console  # shows progress
+    lockstep: Lockstep  # the processes of this run
+    task: Task | None = None  # an object of the Python program that trains; None: config.task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,27 +131,18 @@ class Parts:
         return write_policy(policy, self.paths, self.base_path)
 
 
-def assemble(
-    config: Config,
-    claim: Claim,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    closing: ExitStack,
-) -> Parts:
+def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     """Build every part, and warm-start the policy or restore the run; nothing runs yet.
 
     Args:
         config: the whole configuration.
-        claim: called once all that can be checked before has been checked.
-        stop: ends the warm start and, later, the run.
-        console: shows progress.
-        lockstep: the processes of this run.
+        context: what it is run with.
         closing: closes what was opened, whatever happens.
     """
+    stop, lockstep = context.stop, context.lockstep
     config = with_correction(config)
-    inputs, pairs = check_inputs(config, lockstep)
-    config, paths = claim(config)
+    inputs, pairs = check_inputs(config, lockstep, task=context.task)
+    config, paths = context.claim(config)
     checkpoints = closing.enter_context(
         open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
     )
@@ -156,7 +159,7 @@ def assemble(
                 pairs,
                 paths,
                 continued,
-                console,
+                context.console,
                 stop,
                 lockstep,
                 rehearsal.start,
@@ -172,21 +175,17 @@ def assemble(
         warm_metrics=warm_metrics,
         base_path=config.model.path,
     )
-    return connect(begun, stop, console, lockstep, closing)
+    return connect(begun, context, closing)
 
 
 def connect(
-    begun: Begun,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    closing: ExitStack,
-    shared: SharedParts | None = None,
+    begun: Begun, context: RunContext, closing: ExitStack, shared: SharedParts | None = None
 ) -> Parts:
     """Build what learns, draws and reports, and restore it; arguments as `assemble`'s.
 
     shared: of one of several runs; None: this run is alone.
     """
+    stop, console, lockstep = context.stop, context.console, context.lockstep
     inputs, paths, policy = begun.inputs, begun.paths, begun.policy
     trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
     config = with_shared_prefixes(begun.config, policy, trainers, images=images)

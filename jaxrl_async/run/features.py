@@ -17,7 +17,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.metrics.prometheus import KeepsMetrics
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
@@ -62,7 +62,7 @@ def several_runs() -> Any:
 def serving(config: Config, task: Task, count: Count) -> Serving:
     """Return the endpoint of a run, not open yet. Raises ConfigError, MissingExtraError."""
     section, needed = config.endpoint, task.program is not None
-    if not (needed or section.enabled or section.outsiders):
+    if not (needed or section.enabled or section.external_agents):
         return NoServing()
     made: Serving = _of("endpoint.run_serving", "RunServing")(section, needed=needed, count=count)
     return made
@@ -162,7 +162,7 @@ def judges(
     config: Config, tokenizer: Tokenizer, faults: FaultCounts, outages: Outages | None
 ) -> JudgeScorers | None:
     """Return the judge and the process rewards; None: neither is configured. Raises ConfigError."""
-    if config.reward.judge.model is None and config.reward.process.function is None:
+    if config.reward.judge is None and config.reward.process is None:
         return None
     made: JudgeScorers = _of("judge.run_judges", "RunJudges")(config, tokenizer, faults, outages)
     return made

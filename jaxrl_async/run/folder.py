@@ -18,6 +18,7 @@ from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.run.file_names import free_name, is_inside
+from jaxrl_async.run.signs import SIGNS, WRITERS
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +162,6 @@ def settled(run: RunSection) -> RunSection:
     ConfigError."""
     if not run.resume_or_start:
         return run
-    if run.overwrite:
-        raise ConfigError(
-            "run.resume_or_start and run.overwrite exclude each other: the first continues a run "
-            "that exists, the second replaces it. Set one of them."
-        )
     return run.model_copy(update={"resume": holds_something(Path(run.dir) / run.name)})
 
 
@@ -173,14 +169,9 @@ def look(run: RunSection) -> Paths:
     """Return the run's paths if a run may be started or resumed there; nothing is changed.
 
     Raises ConfigError if the folder holds a run and neither run.resume nor run.overwrite is set, if
-    both are, if there is nothing to resume, or if a link leads out of the folder.
+    there is nothing to resume, or if a link leads out of the folder.
     """
     paths = Paths(Path(run.dir) / run.name)
-    if run.resume and run.overwrite:
-        raise ConfigError(
-            "run.resume and run.overwrite exclude each other: the first continues the run, the "
-            "second starts anew. Set one of them."
-        )
     if run.resume:
         if not paths.root.is_dir():
             raise ConfigError(
@@ -362,9 +353,7 @@ def holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-SIGNS = "copied.json"
-"""Which processes have written the folder's copy (mirror)."""
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS)
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS, WRITERS)
 """Names of what is written before a run makes anything."""
 
 

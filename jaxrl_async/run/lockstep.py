@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError, MeshError
-from jaxrl_async.ports import Clock, GroupSource
+from jaxrl_async.ports.rollout import GroupSource
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.run.signals import HURRIED, Stop
 from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 

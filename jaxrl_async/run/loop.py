@@ -44,14 +44,14 @@ from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
 from jaxrl_async.run import features, offline
-from jaxrl_async.run.assemble import Claim, assemble
+from jaxrl_async.run.assemble import RunContext, assemble
 from jaxrl_async.run.builders.devices import (
     CACHE_FOLDER,
     claim_devices,
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.checkpoint.bucket import bring_back_records
+from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
@@ -63,13 +63,14 @@ from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 from jaxrl_async.shown_environment import hide_secrets, key_variables
+from jaxrl_async.tasks.task import Task
 
-Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
+Job = Callable[[Config, RunContext], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
 
 
 @exits_refused()
-def train(config: Config, on_step: OnStep | None = None) -> Path:
+def train(config: Config, on_step: OnStep | None = None, task: Task | None = None) -> Path:
     """Run a configuration to its end; return its folder, which holds the results.
 
     On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
@@ -79,6 +80,7 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         config: the whole configuration.
         on_step: called after each update, which goes on once it returns; StopTraining ends the run,
             any other exception fails it, SystemExit as ProcessEndRefused.
+        task: an object of the caller's; config.task then says HANDED_OVER. None: what it names.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))
@@ -116,11 +118,12 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             held.set()
             return found
 
+        context = RunContext(claim=claim, stop=stop, console=console, lockstep=lockstep, task=task)
         console.phase("preparing")
         work = features.several_runs() if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"
         try:
-            weights = work(config, claim, stop, console, lockstep)
+            weights = work(config, context)
             early = f"stopped early by {stop.reason}" if stop.reason else ""
         except Stopped as error:
             early = str(error)
@@ -219,6 +222,7 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
+        begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
@@ -265,18 +269,19 @@ def _settled_by_first(
     return config.model_copy(update={"run": run})
 
 
-def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+def run_rl(config: Config, context: RunContext) -> Path:
     """Run reinforcement learning (run.job=rl) to its end; return the folder of the policy."""
+    stop = context.stop
     with ExitStack() as closing:
-        parts = assemble(config, claim, stop, console, lockstep, closing)
+        parts = assemble(config, context, closing)
         parts.sampling.wait_for_samplers(stop)
         with only_new_garbage():
             run_threads(parts, stop)
-    if lockstep.writes:
+    if context.lockstep.writes:
         forget_warm_start(parts.paths)
     if stop.preempted:
         raise preempted(stop, f"version {parts.trainer.version}")
-    console.phase("writing the policy and the report")
+    context.console.phase("writing the policy and the report")
     return parts.save_policy()
 
 

@@ -46,7 +46,7 @@ from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
 from jaxrl_async.profiling import StepTraces
-from jaxrl_async.run.assemble import Claim
+from jaxrl_async.run.assemble import RunContext
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
 from jaxrl_async.run.builders.initial_policy import (
@@ -67,11 +67,11 @@ from jaxrl_async.run.checkpoint.store import (
     open_checkpoints,
 )
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
-from jaxrl_async.run.lockstep import Lockstep, StopRequests
+from jaxrl_async.run.lockstep import StopRequests
 from jaxrl_async.run.next_examples import Ahead
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
-from jaxrl_async.run.signals import Stop, preempted
+from jaxrl_async.run.signals import preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
 from jaxrl_async.tasks.task import Task
@@ -127,15 +127,16 @@ class OfflineProgress:
     version: int = 0
 
 
-def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+def run(config: Config, context: RunContext) -> Path:
     """Train as run.job says, to its end; return the folder of the weights. Raises JaxrlErrors.
 
     Several processes take the same examples, and each computes its rows of them.
     """
+    stop, console, lockstep = context.stop, context.console, context.lockstep
     whole = config
     config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
-    task, slices = find_task(config), make_slices(config.mesh)
+    task, slices = find_task(config, context.task), make_slices(config.mesh)
     tokenizer = make_tokenizer(config.data, config.model, task)
     tokenizer.max_tokens = config.longest_text
     spec = check_model(config, tokenizer, slices)
@@ -146,7 +147,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
     pairs = warm_pairs(config, tokenizer) if warms else None
 
-    whole, paths = claim(whole)
+    whole, paths = context.claim(whole)
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
         checkpoints = closing.enter_context(

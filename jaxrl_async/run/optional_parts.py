@@ -9,7 +9,9 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.ports import ChatFormat, Generate, GroupSource, Player, Publisher, Scorer
+from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player, Scorer
+from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import TracedSamplers
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths

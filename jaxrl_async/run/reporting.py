@@ -31,9 +31,9 @@ from jaxrl_async.metrics.trackers import (
     TrackerThread,
     remembered,
 )
-from jaxrl_async.ports import Generate, Scorer
+from jaxrl_async.ports.rollout import Scorer
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
 from jaxrl_async.run import features
 from jaxrl_async.run.folder import Paths
@@ -46,7 +46,15 @@ from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
 from jaxrl_async.trainer.async_evaluation import Finish
 from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
-from jaxrl_async.types import CORRECT, Episode, EpisodeGroup, FloatArray, IntArray, Prompt
+from jaxrl_async.types import (
+    CORRECT,
+    Episode,
+    EpisodeGroup,
+    EpisodeLimits,
+    FloatArray,
+    IntArray,
+    Prompt,
+)
 
 log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
     spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
     learnt = read_learnt(place, step, kind)
     # A start that was refused has left another config.yaml.
-    section = read_lora(place, step) or config.model.lora
+    section = read_lora(place, step, config.model.lora)
     lora = lora_of(spec, section)
     if lora is None:
         path = config.model.path
@@ -87,7 +87,7 @@ def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]
     the name of its base. Raises CheckpointError."""
     if not paths.adapter.is_dir():
         raise CheckpointError(
-            f"{paths.adapter} is not there: the run trains all weights (model.lora.rank=0), or did "
+            f"{paths.adapter} is not there: the run trains all weights (model.lora=null), or did "
             "not end. Leave out --adapter-only, or give --step."
         )
     policy = Policy.from_pretrained(paths.policy, dtype=dtype or "float32")

@@ -33,7 +33,7 @@ def check_names(config: Config) -> None:
     if config.run.job != "rl":
         return
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
-    if config.pairs.loss is not None and not is_absent(config.pairs.loss):
+    if config.pairs is not None and not is_absent(config.pairs.loss):
         pairs_loss(config.pairs.loss)
     for choice in each_of(config.reward.function):
         if name_of(choice) != "none" and not is_absent(choice):
@@ -125,7 +125,8 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
     if config.run.job == "preference":
         yield "preference.reference", config.preference.reference
     if config.run.job == "rl":
-        yield "teacher.path", config.teacher.path
+        if config.teacher is not None:
+            yield "teacher.path", config.teacher.path
         yield "critic.path", config.critic.path
         yield "reward.model", config.reward.model
         if config.refers:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from jaxrl_async.errors import StalledError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 log = logging.getLogger(__name__)
 

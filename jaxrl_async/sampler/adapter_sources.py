@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.program_arguments import EngineWeights

@@ -19,7 +19,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.adapter_sources import AdapterChange, AdapterSources
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
+from jaxrl_async.ports.run import Intake, NotYet, Schedule
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage

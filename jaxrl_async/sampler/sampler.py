@@ -30,7 +30,8 @@ from jaxrl_async.mesh import spans_processes
 from jaxrl_async.metrics.spans import add_span, span
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
+from jaxrl_async.ports.run import NotYet
+from jaxrl_async.ports.weights import FIXED_WEIGHTS, FixedWeights, WeightSource
 from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch

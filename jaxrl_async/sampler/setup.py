@@ -36,7 +36,7 @@ from jaxrl_async.model.spec import (
     stacks_in,
     weight_table,
 )
-from jaxrl_async.ports import UNRECORDED, Clock, Schedule
+from jaxrl_async.ports.run import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 TILE_TOKENS = 8
 """Tokens that fill a tile of a TPU's memory, in pages of latent attention: XLA would copy pages of
 other sizes at each step (of 20 tokens: all of them, compiled for v5e and v6e)."""
+LARGEST_PAGE = 1024
+"""Maximum tokens of such a page: the kernel holds two pages in addition to its queries. With pages
+of 4,096 tokens it does not compile for v5e, and in float32 not for v6e either."""
 
 LONGEST = 2048
 """Maximum sequence length of a sampler without a section, tokens, if the model supports it."""
@@ -361,7 +364,7 @@ def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
 def uses_ragged(section: schema.SamplerSection, mesh: Mesh | None, spec: ModelSpec) -> bool:
     """Return whether decoding reads the pages through a kernel, given sampler.attention. The kernel
     for GPUs since Ampere supports all models. On a TPU, sinks need heads with spare columns, and
-    latent attention needs pages of whole tiles. Raises ConfigError."""
+    latent attention needs pages of whole tiles that its kernel can hold. Raises ConfigError."""
     device, attention = device_of(mesh), section.attention
     if device.platform == "gpu":
         if attention == "ragged" and not has_triton(device):
@@ -372,12 +375,14 @@ def uses_ragged(section: schema.SamplerSection, mesh: Mesh | None, spec: ModelSp
             )
         return attention != "gathered" and has_triton(device)
     on_tpu = bool(device.platform == "tpu")
-    in_tiles = not spec.latent or section.page_tokens % TILE_TOKENS == 0
-    if on_tpu and not in_tiles and attention != "gathered":
+    tokens = section.page_tokens
+    takes = not spec.latent or (tokens % TILE_TOKENS == 0 and tokens <= LARGEST_PAGE)
+    if on_tpu and not takes and attention != "gathered":
         raise ConfigError(
-            f"sampler.page_tokens={section.page_tokens}: on a TPU pages of latent attention, which "
-            f"this {spec.family} model has, fill tiles of {TILE_TOKENS} tokens. Set a multiple of "
-            f"{TILE_TOKENS}, or sampler.attention=gathered."
+            f"sampler.page_tokens={tokens}: on a TPU pages of latent attention, which this "
+            f"{spec.family} model has, fill tiles of {TILE_TOKENS} tokens, and the kernel holds at "
+            f"most {LARGEST_PAGE}. Set a multiple of {TILE_TOKENS} up to {LARGEST_PAGE}, or "
+            "sampler.attention=gathered."
         )
     if attention != "auto":
         return attention == "ragged"

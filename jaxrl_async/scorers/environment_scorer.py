@@ -1,7 +1,7 @@
 """Score what an episode's environment or session gave, plus what reward functions say. No JAX."""
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import added, distinct_parts
 from jaxrl_async.types import Episode, Prompt, Score
 

@@ -32,7 +32,8 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.outages import Outages, time_limit
-from jaxrl_async.ports import Clock, Scorer
+from jaxrl_async.ports.rollout import Scorer
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
 

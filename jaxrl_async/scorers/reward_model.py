@@ -25,7 +25,7 @@ from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import MODEL as MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
 

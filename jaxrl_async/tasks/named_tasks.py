@@ -5,7 +5,7 @@ calculator             a built-in, by name
 reasoning_gym:NAME     a generated task of the library reasoning-gym (extra [reasoning_gym])
 verifiers:NAME         an environment of the library verifiers (extra [verifiers])
 openenv:URL            an environment server of OpenEnv (extra [openenv])
-python:NAME            what a Python program handed to jaxrl_async.train
+python                 an object that a Python program gave to jaxrl_async.train
 """
 
 import functools
@@ -21,7 +21,6 @@ from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.config.userfile import is_own, load_attribute
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.handed_over import PREFIX, task_handed_over
 from jaxrl_async.tasks.task import Environment, Task
 
 TASKS = {
@@ -31,6 +30,8 @@ TASKS = {
     "proposer_solver": "games.proposer_solver:proposer_solver",
 }
 """Where the makers of built-in tasks are, by name; each is imported once it is asked for."""
+HANDED_OVER = "python"
+"""What the setting says of a task that travels as an object, from `jaxrl_async.train`."""
 LIBRARIES = {
     "reasoning_gym": "tasks.reasoning:reasoning_task",
     "verifiers": "tasks.verifiers_task:verifiers_task",
@@ -49,7 +50,7 @@ def maker(where: str) -> Callable[..., Task]:
 def check_task_name(choice: Choice) -> None:
     """Raise ConfigError if the setting names no task; a library need not be installed here."""
     library, colon, _ = name_of(choice).partition(":")
-    if not (colon and library in (PREFIX, *LIBRARIES)):
+    if library != HANDED_OVER and not (colon and library in LIBRARIES):
         load_task(choice)
 
 
@@ -58,8 +59,12 @@ def load_task(choice: Choice) -> Task:
     name, arguments = name_of(choice), arguments_of(choice)
     where = f"task = {name!r}"
     library, colon, of_library = name.partition(":")
-    if colon and library == PREFIX:
-        return task_handed_over(of_library)
+    if library == HANDED_OVER:
+        raise ConfigError(
+            "the task was an object of the Python program that began this run. Call "
+            "jaxrl_async.train(..., resume=True) there again, or write the task to a file and set "
+            "task=FILE.py:NAME."
+        )
     if colon and library in LIBRARIES:
         return _made(functools.partial(maker(LIBRARIES[library]), of_library), arguments, where)
     if is_own(name):

@@ -1,4 +1,4 @@
-"""Replay a script behind the ports of ports.py, without a model, a device or a thread."""
+"""Replay a script behind the seams of ports, without a model, a device or a thread."""
 
 import asyncio
 import threading

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports import Departure
+from jaxrl_async.ports.sampling import Departure
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Completion, Partial, Request

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.testing.fakes import LOGPROB
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 

@@ -43,7 +43,7 @@ class Credit:
     """Turns a step's rewards into advantages of its tokens."""
 
     algorithm: schema.AlgorithmSection
-    teacher: schema.TeacherSection
+    teacher: schema.TeacherSection | None
     advantage: AdvantageFn
     level: str | None  # that the advantage declares
     kl: KLFn  # of algorithm.kl
@@ -61,7 +61,8 @@ class Credit:
             kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
-        least, trunk = self.algorithm.least_compared, self.algorithm.pivots.trunk
+        least, pivots = self.algorithm.least_compared, self.algorithm.pivots
+        trunk = "group" if pivots is None else pivots.trunk
         learnt = compared_with_peers(data, self.advantage, trunk=trunk, least=least)
         if data.compared is not None:
             report["shaping/too_few_compared"] = float(num_too_few(data, least))
@@ -119,6 +120,7 @@ class Credit:
 
         Returns them with the mean of log behavior - log teacher over the learnt tokens.
         """
+        assert self.teacher is not None, "its pass was run"
         behavior = batch.behavior_logprobs
         known = batch.mask & np.isfinite(behavior - teacher)  # a foreign sampler may give none
         if self.teacher_vocab is not None:

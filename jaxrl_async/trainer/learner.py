@@ -96,9 +96,9 @@ class LearnerSettings:
 
     algorithm: schema.AlgorithmSection
     row_length: int
-    teacher: schema.TeacherSection = field(default_factory=schema.TeacherSection)
+    teacher: schema.TeacherSection | None = None
     reference: schema.ReferenceSection = field(default_factory=schema.ReferenceSection)
-    pairs: PairsSection = field(default_factory=PairsSection)  # learnt in place of advantages
+    pairs: PairsSection | None = None  # learnt in place of advantages
     offload_reference: bool = False  # to the host's memory; its pass then precedes the updates
     process_max_age: int | None = None  # versions up to which process rewards count; None: any
     critic_warmup: int = 0  # steps in which only the critic learns
@@ -132,7 +132,7 @@ class Learner:
         self.critic_state = companions.critic_state
         self.coefficients: Coefficients = self._objective.recipe.coefficients
         self.credit = self._make_credit()
-        if settings.pairs.loss is not None:
+        if settings.pairs is not None:
             paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
             self._shapings = (*self._shapings, paired)
         self._most_missing = 0  # mini-batches that a step could not make
@@ -147,7 +147,7 @@ class Learner:
             refers=companions.reference is not None,
             offloads=settings.offload_reference,
         )
-        if settings.pairs.loss is not None:
+        if settings.pairs is not None:
             weights = self._objective.weights
             return PairCredit.of(settings.pairs, columns, settings.seed, weights)
         teacher_pass = companions.teacher_pass
@@ -170,7 +170,7 @@ class Learner:
             "train": self.state,
             "reference": self.reference,
             "critic": self.critic_state,
-            "teacher": self.teacher if self._teacher.source == "self" else None,
+            "teacher": self.teacher if self._teaches_itself else None,
         }
         return {name: part for name, part in held.items() if part is not None}
 
@@ -298,17 +298,29 @@ class Learner:
         if has.own_pass is not None and "reference_logprobs" in columns:
             reference = has.own_pass.logprobs(self.whole(self._fetched()), batch, device_lock)
             results = results._replace(reference=reference)
-        advises = self._teacher.source != "none" and self._teacher.form == "advantage"
-        if has.teacher_pass is not None and advises:
+        section = self._teacher
+        if has.teacher_pass is not None and section is not None and section.form == "advantage":
             teacher = has.teacher_pass.logprobs(self._whole_teacher, batch, device_lock)
             results = results._replace(teacher=teacher)
         if has.critic is not None and self.critic_state is not None:
             values, last = has.critic.values(self.critic_state.params, batch, device_lock)
             results = results._replace(values=values, last_values=last)
-        if has.teacher_pass is not None and self._teacher.form == "loss" and self._teacher.top_k:
+        if has.teacher_pass is not None and self._top_k_of is not None:
             top_k = self._run_top_k(has.teacher_pass, batch, device_lock)
             results = results._replace(top_k=top_k)
         return results
+
+    @property
+    def _teaches_itself(self) -> bool:
+        """Whether the teacher is an older copy of the policy."""
+        return self._teacher is not None and self._teacher.source == "self"
+
+    @property
+    def _top_k_of(self) -> str | None:
+        """Model whose likeliest tokens the loss compares; None: it compares none."""
+        section = self._teacher
+        compares = section is not None and section.form == "loss" and section.top_k
+        return section.top_k_of if section is not None and compares else None
 
     @property
     def _whole_teacher(self) -> Params:
@@ -320,7 +332,7 @@ class Learner:
     ) -> Columns:
         """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
-        if self._teacher.top_of == "student" and own_pass is not None:
+        if self._top_k_of == "student" and own_pass is not None:
             ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
             logprobs = teacher_pass.logprobs_at(self._whole_teacher, batch, ids, device_lock)
         else:
@@ -374,7 +386,8 @@ class Learner:
 
     def _frozen(self, step: PackedStep) -> Frozen:
         """Return the weights that all of a step's updates of the policy read."""
-        whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
+        section = self._teacher
+        whole_teacher = section is not None and section.form == "loss" and not section.top_k
         looked_up = "reference_logprobs" in step.rows.columns
         return Frozen(
             reference=None if looked_up else self.reference,
@@ -473,7 +486,8 @@ class Learner:
             self.reference = self._stored(followed)
         if self.reference is not None and _is_due(version, moves.refresh_every):
             self.reference = self._stored(copied(self.params))
-        if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
+        every = 0 if self._teacher is None else self._teacher.refresh_every
+        if self._teaches_itself and _is_due(version, every):
             self.teacher = copied(self.params)
 
     def _stored(self, reference: Params | None) -> Params | None:

@@ -33,18 +33,18 @@ TOKEN_LOSS = "gpg"
 """The token loss whose gradient is that of the pairs."""
 
 
-def as_learnt(algorithm: AlgorithmSection, pairs: PairsSection) -> AlgorithmSection:
+def as_learnt(algorithm: AlgorithmSection, pairs: PairsSection | None) -> AlgorithmSection:
     """Return the algorithm with the token loss that its update takes."""
-    if pairs.loss is None:
+    if pairs is None:
         return algorithm
     return algorithm.model_copy(
         update={"loss": TOKEN_LOSS, "correction": None, "anchor": "behavior"}
     )
 
 
-def pair_columns(pairs: PairsSection) -> frozenset[str]:
+def pair_columns(pairs: PairsSection | None) -> frozenset[str]:
     """Return the columns of passes that pairs need before the update; none without pairs."""
-    if pairs.loss is None:
+    if pairs is None:
         return frozenset()
     return frozenset({"proximal_logprobs", *(["reference_logprobs"] if pairs.refers else [])})
 

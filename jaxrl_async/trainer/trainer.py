@@ -19,10 +19,18 @@ from typing import Any
 import jax
 
 from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
-from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, TrainingError
+from jaxrl_async.errors import (
+    CheckpointError,
+    Closed,
+    EarlierSaveError,
+    FolderLost,
+    TrainingError,
+)
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.spans import add_span
-from jaxrl_async.ports import Clock, GroupSource, Publisher
+from jaxrl_async.ports.rollout import GroupSource
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import NO_TRACES, StepTraces
 from jaxrl_async.trainer.async_evaluation import EvaluationBeside, Finish
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
@@ -306,6 +314,9 @@ class Trainer:
         start = self._clock()
         try:
             self._outlets.save(self.learner, self.version, self.numbers())
+        except FolderLost:
+            self._saved_version = self.version  # a last save would wait for the other processes
+            raise
         except CheckpointError as error:
             self._failed_saves += 1
             under_way = isinstance(error, EarlierSaveError)

@@ -29,7 +29,7 @@ import jax
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
 from jaxrl_async.weights.elsewhere import NO_REMOTE, RemoteSamplers

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.metrics.trace_file import TRACE_CLOCK
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.weights.traffic import Traffic
 
 

@@ -161,7 +161,7 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("model.lora.rank=0",), "model.lora.rank is 0"),
+        (("model.lora.rank=0",), "model.lora is null"),
         (("run.job=sft", "warm_start.steps=0"), "run.job=rl alone"),
         (("mesh.samplers_in=processes",), "mesh.samplers_in=processes is not possible"),
         (("mesh.colocated=true",), "mesh.colocated=true is not possible"),

@@ -23,7 +23,7 @@ from jaxrl_async.algorithms.preflight import (
     with_correction,
 )
 from jaxrl_async.config.rules import check_rules
-from jaxrl_async.config.schema import AlgorithmSection, Config, TeacherSection
+from jaxrl_async.config.schema import AlgorithmSection, Config
 from jaxrl_async.errors import ConfigError
 
 # --- values ---------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
 def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(caplog):
     bent = AlgorithmSection(loss="cispo", correction="truncate_token")
     assert bends(bent)
-    check_algorithm(bent, TeacherSection())
+    check_algorithm(bent, None)
     assert len(caplog.records) == 1
     assert "weighs 1, 1.5, 2, 2, 2, 1.67, 1, without the correction 1, 1.5, 2, 3, 4, 5, 5." in (
         caplog.text

@@ -29,11 +29,13 @@ def right(completion: str, answer: str) -> float:
 def settled(tmp_path: Path, config: Any = None, /, **given: Any) -> tuple[Config, Task | None]:
     """Return the configuration and the task of a call."""
     settings = given.pop("settings", {})
-    with configured(Brought(**given), config, {"dir": str(tmp_path), **settings}) as resolved:
-        return resolved, None if resolved.task is None else load_task(resolved.task)
+    resolved, task = configured(Brought(**given), config, {"dir": str(tmp_path), **settings})
+    if task is None and resolved.task is not None:
+        task = load_task(resolved.task)
+    return resolved, task
 
 
-def test_records_and_functions_become_a_task_that_lasts_as_long_as_the_call(tmp_path) -> None:
+def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:
     config, task = settled(tmp_path, data=RECORDS, reward=right)
     assert task is not None and task.rewards == (right,) and list(task.records or ()) == RECORDS
     assert config.run.overwrite and config.task is not None

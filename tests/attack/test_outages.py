@@ -33,7 +33,7 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, spoken, time_limit
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits

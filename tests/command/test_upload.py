@@ -182,7 +182,7 @@ def test_a_card_names_base_and_records_of_the_hub(run):
 
 def test_a_card_has_no_address_and_no_password(run):
     words = [
-        *("mesh.samplers_in=elsewhere", "sampler.engine=vllm", "model.path=Qwen/Qwen3-0.6B"),
+        *("mesh.samplers_in=external", "sampler.engine=vllm", "model.path=Qwen/Qwen3-0.6B"),
         "sampler.engine_urls=[http://ada:secret@10.0.0.3:8000]",
         "metrics.mlflow={experiment: e, tracking_uri: 'http://ada:secret@10.0.0.4:5000'}",
         "metrics.prometheus=10.0.0.5:9000",

@@ -4,8 +4,10 @@ import pytest
 import yaml
 
 from jaxrl_async.config.changes import changes
-from jaxrl_async.config.load import dump, flattened, load
+from jaxrl_async.config.former import NAMES, OFF, VALUES
+from jaxrl_async.config.load import dump, flattened, load, setting_names
 from jaxrl_async.config.recipes import recipe_file
+from jaxrl_async.config.schema import Config
 
 
 @pytest.fixture
@@ -42,3 +44,61 @@ def test_what_an_older_version_wrote_otherwise_is_no_change(older):
         ("gone", 1, None),
         ("sampler.engine", "native", "ours"),  # `now` is of this version
     ]
+
+
+def test_each_former_name_stands_for_a_setting_of_now():
+    known = set(setting_names())
+    assert known >= {*NAMES.values(), *VALUES} and not known & NAMES.keys()
+    assert known >= {f"{section}.{key}" for section, (key, _) in OFF.items()}
+
+
+def test_a_former_name_is_read_with_a_warning_that_shows_the_new_form(write, caplog):
+    file = write("eval:\n  beside: true\nmesh: {samplers_in: elsewhere}\n")
+    config = load(file, ["remote.least=3", "algorithm={least_members: 2}"])
+    assert config.eval.asynchronous and config.mesh.samplers_in == "external"
+    assert config.remote.min_samplers == 3 and config.algorithm.min_members == 2
+    assert f"{file}, line 2: eval.beside is now written eval.asynchronous=True" in caplog.text
+    assert "line 3: mesh.samplers_in is now written mesh.samplers_in=external" in caplog.text
+    assert "command line: remote.least is now called remote.min_samplers" in caplog.text
+    assert "algorithm.least_members is now written algorithm.min_members=2" in caplog.text
+
+
+def test_the_current_name_counts_where_both_are_given_and_values_are_checked(write, refusal):
+    both = write("eval: {beside: true, asynchronous: false}")
+    assert not load(both).eval.asynchronous
+    assert "eval.asynchronous = 3 is not allowed" in refusal(write("eval: {beside: 3}"))
+
+
+@pytest.mark.parametrize(
+    ("section", "before"),
+    [
+        ("model.lora", {"rank": 0, "alpha": 32.0}),
+        ("pairs", {"loss": None, "choose": "best_worst"}),
+        ("teacher", {"source": "none", "kind": "reverse"}),
+        ("reward.judge", {"model": None, "weight": 1.0}),
+        ("reward.process", {"function": None}),
+        ("algorithm.pivots", {"continuations": 0, "members": 1}),
+    ],
+)
+def test_a_section_that_was_turned_off_is_null_now(write, caplog, section, before):
+    tree = before
+    for name in reversed(section.split(".")):
+        tree = {name: tree}
+    assert load(write(yaml.safe_dump(tree))) == Config()
+    assert f"is now written {section}=null" in caplog.text
+
+
+def test_a_command_line_still_turns_a_section_off_and_on(write):
+    file = write("model: {lora: {rank: 4}}\nteacher: {source: none, path: x}\n")
+    assert load(file, ["model.lora.rank=0"]).model.lora is None
+    assert load(file, ["model.lora=null"]).model.lora is None
+    assert load(file).teacher is None
+    config = load(file, ["teacher.source=path"])
+    assert config.teacher is not None and config.teacher.path == "x"
+    assert load(write(dump(config))) == config
+
+
+def test_a_run_of_before_without_a_section_has_not_changed():
+    before = flattened({"teacher": {"source": "none"}, "model": {"lora": {"rank": 0, "alpha": 32}}})
+    now = {"teacher": None, "model.lora": None}
+    assert list(changes(before, now)) == []

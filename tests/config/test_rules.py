@@ -238,18 +238,18 @@ BROKEN = {
     "colocated_samplers_are_threads": {"mesh": {"colocated": True, "samplers_in": "processes"}},
     "a_replay_has_its_samplers_in_threads": {
         "run": {"replay_schedule": "schedule.jsonl"},
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
     },
     "the_folder_transfer_has_a_folder": {
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "remote": {"transfer": "folder"},
     },
     "weights_have_a_port_of_their_own": {
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "remote": {"listen": "127.0.0.1:7077", "data_port": 7077},
     },
     "encryption_reaches_the_weights": {
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "remote": {
             "transfer": "device",
             "tls_certificate": "a.pem",
@@ -258,12 +258,12 @@ BROKEN = {
         },
     },
     "tls_has_all_its_files": {
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "remote": {"tls_key": "key.pem"},
     },
     "the_least_number_of_samplers_is_started": {
         "mesh": {"samplers_in": "processes", "samplers": 2},
-        "remote": {"least": 3},
+        "remote": {"min_samplers": 3},
     },
     "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
     "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
@@ -271,7 +271,7 @@ BROKEN = {
         "run": {"replay_schedule": "x"},
         "algorithm": {"oversample": 2},
     },
-    "a_partial_group_has_answers_to_compare": {"algorithm": {"least_members": 1}},
+    "a_partial_group_has_answers_to_compare": {"algorithm": {"min_members": 1}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
     "colocated_slices_have_one_size": {
         "mesh": {"colocated": True, "trainer": {"data": 2}},
@@ -284,7 +284,7 @@ BROKEN = {
     },
     "query_heads_share_kv_heads_evenly": {"model": {"architecture": {"heads": 3}}},
     "a_head_has_an_even_width": {"model": {"architecture": {"head_dim": 3}}},
-    "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_of": "student"}},
+    "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_k_of": "student"}},
     "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
     "a_reward_function_takes_one_weight": {"reward": {"function": {"exact": {"wieght": 1}}}},
     "reward_functions_are_listed_once": {"reward": {"function": ["exact", "exact"]}},
@@ -373,7 +373,7 @@ BROKEN = {
     "an_adapter_reaches_our_samplers": {
         "model": {"lora": {"rank": 4}},
         "sampler": VLLM,
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
     },
     "the_base_of_an_adapter_stays_as_it_was_loaded": {
         "model": {"path": "somewhere", "lora": {"rank": 4}},
@@ -396,7 +396,7 @@ BROKEN = {
     "a_fork_draws_on_a_branch": {
         "algorithm": {"pivots": {"continuations": 2}},
         "sampler": VLLM,
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
     },
     "pairs_are_of_whole_answers": {
         "pairs": {"loss": "dpo"},
@@ -406,20 +406,20 @@ BROKEN = {
     "an_engine_has_devices_of_its_own": {"sampler": VLLM},
     "an_engine_has_layers_of_the_policy": {
         "sampler": VLLM,
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "model": {"decoder": "mine.py:Mine"},
     },
     "an_engine_can_give_what_is_kept": {
         "sampler": {**VLLM, "slots": None},
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
     },
     "an_engines_tokens_are_corrected": {
         "sampler": VLLM,
-        "mesh": {"samplers_in": "elsewhere"},
+        "mesh": {"samplers_in": "external"},
         "algorithm": {"loss": "gpg"},
     },
     "a_pairs_loss_learns_from_pairs": {"pairs": {"loss": "kto"}},
-    "pairs_have_two_answers": {"pairs": {"loss": "dpo"}, "algorithm": {"least_members": 1}},
+    "pairs_have_two_answers": {"pairs": {"loss": "dpo"}, "algorithm": {"min_members": 1}},
     "pairs_are_learnt_in_one_update": {"pairs": {"loss": "dpo"}, "algorithm": {"epochs": 2}},
     "pairs_hold_the_reference_in_their_loss": {
         "pairs": {"loss": "simpo"},
@@ -473,6 +473,11 @@ BROKEN = {
         "checkpoint": {"dir": "gs://bucket/runs"},
         "warm_start": {"steps": 2},
     },
+    "a_copy_and_checkpoints_lie_apart": {
+        "run": {"name": "a", "copy_to": "gs://bucket/runs"},
+        "checkpoint": {"dir": "gs://bucket/runs/"},
+    },
+    "what_is_continued_is_not_replaced": {"run": {"resume_or_start": True, "overwrite": True}},
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },
@@ -480,11 +485,11 @@ BROKEN = {
 
 
 def test_a_group_goes_on_with_a_part_of_its_members_and_enough_to_compare(write, refusal):
-    more = refusal(write("algorithm: {group_size: 4, least_members: 5}"))
-    assert "least_members (5) must be at most algorithm.group_size (4)" in more
-    own = {"advantage": "reinforce_pp", "least_members": 1}
+    more = refusal(write("algorithm: {group_size: 4, min_members: 5}"))
+    assert "min_members (5) must be at most algorithm.group_size (4)" in more
+    own = {"advantage": "reinforce_pp", "min_members": 1}
     check_rules(Config(algorithm=own))
-    with pytest.raises(ConfigError, match=r"dynamic_sampling compares .*least_members=1"):
+    with pytest.raises(ConfigError, match=r"dynamic_sampling compares .*min_members=1"):
         check_rules(Config(algorithm={**own, "dynamic_sampling": True}))
 
 
@@ -507,7 +512,7 @@ def test_a_rule_is_broken_alone_and_kept_by_the_defaults(name):
 @pytest.mark.parametrize("teacher", [{"form": "loss"}, {"top_k": 4}], ids=str)
 def test_whose_top_tokens_they_are_is_refused_where_nobody_looks_at_them(teacher):
     rule = RULES["a_students_top_tokens_are_looked_at"]
-    assert list(rule.broken(Config(teacher={"top_of": "student", **teacher})))
+    assert list(rule.broken(Config(teacher={"source": "self", "top_k_of": "student", **teacher})))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -531,7 +536,7 @@ def test_a_number_that_python_does_not_print_is_refused_in_words(write, key, ref
 
 
 ELSEWHERE = (
-    "mesh.samplers_in=elsewhere",
+    "mesh.samplers_in=external",
     "sampler.engine=vllm",
     'sampler.engine_urls=["http://a"]',
 )

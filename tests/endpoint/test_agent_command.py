@@ -9,9 +9,9 @@ from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.endpoint.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.run_programs import make_programs
 from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.endpoint.run_programs import make_programs
 from jaxrl_async.shown_environment import key_variables
 from jaxrl_async.tasks.task import Task
 

@@ -22,10 +22,9 @@ from jaxrl_async.endpoint.sampling_request import Terms
 from jaxrl_async.endpoint.service import EndpointLimits
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.interop.vllm_messages import drawn_in_reply, request_body
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import Completion, Request, SamplingParams
+from jaxrl_async.types import Completion, EpisodeLimits, Request, SamplingParams
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -157,7 +157,7 @@ def test_agents_in_another_process_play_a_whole_run(
         tmp_path,
         *TINY,
         f"task={task}:records_alone",
-        f"endpoint={{outsiders: true, port: {port}}}",
+        f"endpoint={{external_agents: true, port: {port}}}",
     )
     words = [sys.executable, str(agents), f"http://127.0.0.1:{port}", "for agents", str(said)]
     root = Path(__file__).parents[2]
@@ -182,13 +182,13 @@ def test_agents_in_another_process_play_a_whole_run(
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAXRL_ASYNC_AGENT_KEY", raising=False)
-    config = config_of("guess_number", tmp_path, *TINY, "endpoint.outsiders=true")
+    config = config_of("guess_number", tmp_path, *TINY, "endpoint.external_agents=true")
     with pytest.raises(ConfigError, match=r"a program, an environment, a game or tools"):
         train(config)
-    config = config_of("addition", tmp_path, "endpoint.outsiders=true")
+    config = config_of("addition", tmp_path, "endpoint.external_agents=true")
     with pytest.raises(ConfigError, match="JAXRL_ASYNC_AGENT_KEY"):
         train(config)
     file = tmp_path / "c.yaml"
-    file.write_text("endpoint: {outsider_tries: 2}\ntask: calculator\n")
-    with pytest.raises(ConfigError, match=r"outsider_tries.*endpoint\.outsiders"):
+    file.write_text("endpoint: {agent_tries: 2}\ntask: calculator\n")
+    with pytest.raises(ConfigError, match=r"agent_tries.*endpoint\.outsiders"):
         load(file, [])

@@ -13,10 +13,10 @@ from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.external_agents import Lobby, LobbyOffer, OutsiderMembers
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.fakes import make_completion, make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 LIMITS = EpisodeLimits(
     sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=4, max_length=12

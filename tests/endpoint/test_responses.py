@@ -13,10 +13,9 @@ from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
 from jaxrl_async.endpoint.sampling_request import Terms
 from jaxrl_async.endpoint.service import EndpointLimits
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import Request, SamplingParams
+from jaxrl_async.types import EpisodeLimits, Request, SamplingParams
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [

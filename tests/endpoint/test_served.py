@@ -24,7 +24,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.judge.judge import JudgeDesk
 from jaxrl_async.judge.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.run import loop
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams, VersionedParams
@@ -89,7 +89,7 @@ def test_a_judge_may_be_our_own_endpoint():
     judge = JudgeSection(model="m", base_url=f"{rig.endpoint.address}/v1", max_tokens=32)
     desk = JudgeDesk(judge, key=KEY, count=faults.append)
     asked = about_answers(
-        rubric_of(JudgeSection(rubric="Good?")),
+        rubric_of(JudgeSection(model="m", rubric="Good?")),
         JudgedTask(text="2+2"),
         ["4"],
         (0, 10),

@@ -14,13 +14,20 @@ from jaxrl_async.config import schema
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.mesh import make_slices
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.step_data import pack_step
-from jaxrl_async.types import EpisodeGroup, SamplingParams, Score, Ticket, VersionedParams
+from jaxrl_async.types import (
+    EpisodeGroup,
+    EpisodeLimits,
+    SamplingParams,
+    Score,
+    Ticket,
+    VersionedParams,
+)
 
 ROW = 64
 LIMITS = EpisodeLimits(

@@ -11,9 +11,8 @@ from endpoint_rig import Speaker, closed, serve
 from jaxrl_async.endpoint import service
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.errors import Closed
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -16,7 +16,7 @@ from jaxrl_async.games.proposer_solver import ProposerSolver
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.rollout.quorum import Quota
 from jaxrl_async.tasks.game import Game, Round
@@ -25,6 +25,7 @@ from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
+    EpisodeLimits,
     Prompt,
     SamplingParams,
     Score,

@@ -81,7 +81,7 @@ def test_games_with_members_left_out_and_groups_without_signal(tmp_path: Path) -
         f"task={file}:fails",
         "staleness.max_staleness=1",
         "algorithm.oversample=1",
-        "algorithm.least_members=2",
+        "algorithm.min_members=2",
         "algorithm.dynamic_sampling=true",
         "algorithm.shaping=[{soft_overlong: {max_tokens: 4, cache_tokens: 2}}]",
         "eval.every=0",

@@ -30,7 +30,7 @@ def server():
 
 def config(*urls: str, **sampler) -> Config:
     section = {"engine": "vllm", "engine_urls": urls, "max_length": 64, **sampler}
-    return Config(sampler=section, mesh={"samplers_in": "elsewhere"})
+    return Config(sampler=section, mesh={"samplers_in": "external"})
 
 
 def test_a_server_that_fits_is_taken(server):

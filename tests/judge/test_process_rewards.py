@@ -30,6 +30,10 @@ PROMPT = Prompt(
 )
 
 
+def section_of(**settings) -> ProcessSection:
+    return ProcessSection(function="x.py:f", **settings)
+
+
 def decode(ids):
     return "".join(PIECES[i] for i in ids)
 
@@ -56,14 +60,14 @@ def episode(runs: list[list[int]], starts: tuple[int, ...] = (0,), version: int 
 def test_steps_hold_all_that_was_drawn_and_end_where_their_text_does(runs):
     whole = episode(runs)
     for split in ("separator", "turn", "token"):
-        steps = steps_of(whole, ProcessSection(split=split, separator="."), decode)
+        steps = steps_of(whole, section_of(split=split, separator="."), decode)
         assert "".join(s.text for s in steps) == decode(whole.token_ids[whole.drawn])
         ends = [s.end for s in steps]
         assert ends == sorted(ends) and all(whole.drawn[end] for end in ends)
         assert [e for _, e in drawn_runs(whole)][-1] - 1 == ends[-1]
         if split != "separator":
             assert len(set(ends)) == len(ends)
-    counts = Counter(s.end for s in steps_of(whole, ProcessSection(split="token"), decode))
+    counts = Counter(s.end for s in steps_of(whole, section_of(split="token"), decode))
     assert len(counts) == whole.num_drawn
 
 
@@ -84,7 +88,7 @@ def test_a_step_that_ends_in_a_character_of_several_tokens_ends_with_the_last_of
     def of_bytes(tokens):
         return b"".join(pieces[i - 1] for i in tokens).decode(errors="replace")
 
-    steps = steps_of(whole, ProcessSection(split="separator", separator="。"), of_bytes)
+    steps = steps_of(whole, section_of(split="separator", separator="。"), of_bytes)
     assert "".join(s.text for s in steps) == text
     ends = np.cumsum([len(s.text.encode()) for s in steps])
     bytes_to = np.cumsum([len(p) for p in pieces])
@@ -118,7 +122,7 @@ async def outcome(episodes, prompt):
 
 def scored(function, episodes, *, version=lambda: 0, faults=None, **settings):
     """The scores of a group whose steps a function rewards."""
-    section = ProcessSection(function="x.py:f", **settings)
+    section = section_of(**settings)
     rewards = FunctionSteps(function, "f", decode=decode, timeout_s=section.timeout_s, threads=2)
     count = (lambda name: None) if faults is None else (lambda name: faults.update([name]))
     scorer = ProcessScorer(outcome, rewards, section, decode=decode, count=count, version=version)

@@ -363,7 +363,7 @@ def test_samplers_join_where_the_trainer_listens(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(config_map["data"]["config.yaml"])
     config = load(file)
-    assert config.mesh.samplers_in == "elsewhere"
+    assert config.mesh.samplers_in == "external"
     assert config.remote.listen == "0.0.0.0:8483"
     sampler, trainer = container(ROLES, "sampler"), container(ROLES)
     assert sampler["command"] == ["python", "-m", "jaxrl_async.sample"]

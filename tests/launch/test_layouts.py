@@ -126,7 +126,7 @@ def test_what_the_compiler_refuses_is_refused_with_what_to_do():
         assert re.search(
             rf"refuses a sum over the \d TPU .* of mesh.trainer, on {hosts} host", error
         )
-        for remedy in ("mesh.samplers_in=elsewhere", "python -m jaxrl_async.sample"):
+        for remedy in ("mesh.samplers_in=external", "python -m jaxrl_async.sample"):
             assert remedy in error
 
 

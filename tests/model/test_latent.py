@@ -140,11 +140,16 @@ def test_on_a_tpu_pages_are_read_in_place_and_count_whole_registers() -> None:
     layout = layout_of(SPEC.kinds)
     pages = jax.eval_shape(lambda: cache.init_pages(SPEC, layout, 5, 16, jnp.bfloat16, ragged=True))
     assert [x.shape for x in pages.k] == [(5, 16, 128)] * SPEC.layers and not pages.v
-    odd = section.model_copy(update={"page_tokens": 20})
-    with pytest.raises(ConfigError, match=r"page_tokens=20: .* multiple of 8, or .*gathered"):
-        kv_plan(SPEC, odd, jnp.bfloat16, mesh=chip)
-    gathered = odd.model_copy(update={"attention": "gathered"})
-    assert kv_plan(SPEC, gathered, jnp.bfloat16, mesh=chip).copy_bytes > 0
+    for tokens in (4, 12, 20, 1032, 4096):
+        other = section.model_copy(update={"page_tokens": tokens})
+        said = rf"page_tokens={tokens}: .* multiple of 8 up to 1024, or .*gathered"
+        with pytest.raises(ConfigError, match=said):
+            kv_plan(SPEC, other, jnp.bfloat16, mesh=chip)
+        gathered = other.model_copy(update={"attention": "gathered"})
+        assert kv_plan(SPEC, gathered, jnp.bfloat16, mesh=chip).copy_bytes > 0
+    for tokens in (8, 24, 1024):
+        fits = section.model_copy(update={"page_tokens": tokens})
+        assert not kv_plan(SPEC, fits, jnp.bfloat16, mesh=chip).copy_bytes
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Our own TPU kernel for latent attention on pages, interpreted, beside float64."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import mesh_of
 from jax.sharding import Mesh
+from tpu_interpreter import LATE, no_races
 
 from jaxrl_async.model import latent_pages
 from jaxrl_async.model.latent_pages import attend_latent_pages
@@ -57,7 +59,11 @@ def in_float64(case: Case, q: np.ndarray, pages: np.ndarray, tables: np.ndarray)
 
 
 def both(
-    case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch, mesh: Mesh | None = None
+    case: Case,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: Mesh | None = None,
+    interpret: Any = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel and float64 make of the same numbers."""
     rng = np.random.default_rng(0)
@@ -80,7 +86,7 @@ def both(
         jnp.array([case.counted], jnp.int32),
         rank=case.rank,
         mesh=mesh,
-        interpret=True,
+        interpret=interpret,
     )
     exact = in_float64(case, np.asarray(q, np.float64), np.asarray(pages, np.float64), tables)
     return np.asarray(got, np.float64), exact
@@ -96,6 +102,17 @@ def test_each_query_attends_to_the_tokens_up_to_its_own(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got, wanted = both(CASES[name], "float32", monkeypatch)
+    np.testing.assert_allclose(got, wanted, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in CASES]
+)
+def test_it_waits_for_each_copy_before_it_uses_what_is_copied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_races():
+        got, wanted = both(CASES[name], "float32", monkeypatch, interpret=LATE)
     np.testing.assert_allclose(got, wanted, atol=3e-6)
 
 

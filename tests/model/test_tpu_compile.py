@@ -144,7 +144,9 @@ def test_latent_attention_decodes_on_its_pages_and_copies_none(programs, kind):
     assert 0 <= found["argument_bytes"] - found["pages_bytes"] < 10 * 2**20
 
 
-@pytest.mark.parametrize("kind", ["", " on v6e", " in float32", " of small heads"])
+@pytest.mark.parametrize(
+    "kind", ["", " on v6e", " in float32", " of small heads", " of large pages"]
+)
 def test_prompts_of_latent_attention_are_computed_on_its_pages(programs, kind):
     """What is temporary are queries and results, which are padded: no scores, no pages."""
     found = programs[f"latent chunks{kind}"]

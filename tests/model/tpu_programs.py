@@ -586,6 +586,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "latent chunks": partial(latent, tokens=2048),
     "latent chunks on v6e": partial(latent, tokens=2048, kind="v6e:2x2"),
     "latent chunks in float32": partial(latent, tokens=512, page=128, dtype=jnp.float32),
+    "latent chunks of large pages": partial(latent, tokens=2048, page=1024, dtype=jnp.float32),
     "latent chunks of small heads": partial(latent, tokens=512, H=4, K=24, rank=16),
     "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
 }

@@ -330,7 +330,7 @@ def test_a_host_of_cards_is_divided_and_each_side_compiled_for_its_own(tmp_path)
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
-    mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: elsewhere}"
+    mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: external}"
     hosts = TINY.replace("mesh: {colocated: true}", mesh)
     done = plan(tmp_path, hosts, "--topology", "h100:2x4", "--sampler-topology", "h100-1")
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ model:
   architecture: {layers: 2, width: 128, heads: 2, kv_heads: 2, head_dim: 128, mlp: 256, vocab: 1024}
   dtype: bfloat16
   remat: layer
-mesh: {samplers_in: elsewhere, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
+mesh: {samplers_in: external, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
 data: {max_prompt_tokens: 64}
 sampler: {slots: 8, max_length: 256, max_new_tokens: 192, block: 4, prefill_chunk: 128}
 algorithm: {groups_per_step: 4, group_size: 2}

@@ -13,6 +13,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import SAMPLER_RULES, Slices, make_mesh, shardings
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.families.parts import Latent
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
@@ -222,6 +223,21 @@ def test_a_prefill_of_latent_attention_counts_the_columns_of_its_one_head(platfo
     assert kernel.width == columns // 2
 
 
+def test_on_a_tpu_a_token_in_the_pages_costs_kimi_k2_640_and_512_columns_in_each_head():
+    """64 heads on two devices, 61 layers: 576 numbers a token and their 512 of values, padded."""
+    latent = Latent(rank=512, query_rank=1536, rotated=64, value=128)
+    spec = replace(
+        tiny_spec(64, family="deepseek_v3", layers=61, experts=4), heads=64, kv_heads=64,
+        head_dim=192, latent=latent,
+    )  # fmt: skip
+    place = {"on_tpu": True, "draws_by_kernel": False, "mesh": AbstractMesh((2,), ("tensor",))}
+    engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, ragged=True, **place)
+    kernel = lowering.pair_kernel(engine)
+    assert kernel.flops == 2 * 61 * 32 * (640 + 512)
+    assert (kernel.times, kernel.width) == (61, 640)
+    assert lowering.pair_kernel(replace(engine, ragged=False)) is None
+
+
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
     config = config_of(sampler={"attention": "ragged", "prefill_chunk": 300})
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
@@ -277,7 +293,7 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     generation, trainer, sampler, said
 ):
     section = schema.MeshSection(
-        samplers_in="elsewhere",
+        samplers_in="external",
         trainer=schema.AxesSection(**trainer),
         sampler=schema.AxesSection(**sampler),
     )

@@ -7,7 +7,8 @@ import pytest
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports import Reply, SavesState
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.ports.run import SavesState
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn, snapshot
 from jaxrl_async.testing.fakes import make_prompt
 

@@ -9,12 +9,11 @@ import pytest
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.reporting import Evaluation
 from jaxrl_async.scorers.guard import GuardedScorer
-from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.types import Completion, EpisodeLimits, Prompt, SamplingParams, Score, StopReason
 
 
 def prompt(i):

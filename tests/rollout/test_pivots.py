@@ -15,7 +15,6 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import SingleTurn
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.pivots import (
     PivotPlan,
     chosen_members,
@@ -25,7 +24,7 @@ from jaxrl_async.rollout.pivots import (
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.types import Prompt, Request, SamplingParams, Score, Ticket
+from jaxrl_async.types import EpisodeLimits, Prompt, Request, SamplingParams, Score, Ticket
 
 VOCAB, PAGE = 48, 4
 SPEC = ModelSpec.from_architecture(

@@ -16,7 +16,7 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS

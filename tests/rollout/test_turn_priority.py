@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 
 from jaxrl_async.endpoint.sessions import PolicySession, SessionLimits, SessionPlace
-from jaxrl_async.rollout.episode import EpisodeLimits, make_request
+from jaxrl_async.rollout.episode import make_request
 from jaxrl_async.rollout.evaluate import evaluate
-from jaxrl_async.rollout.turn_priority import TurnPriority
-from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.types import (
+    Completion,
+    EpisodeLimits,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    TurnPriority,
+)
 
 PROMPT = Prompt(
     prompt_id=3, position=17, token_ids=np.array([5, 6], np.int32), text="", reference=""

@@ -547,7 +547,7 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
             ),
         ):
             code = command(
-                tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=elsewhere", setting
+                tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=external", setting
             )
             check_refusal(capsys, code, 2, "config error: ", told)
     assert not (tmp_path / "runs").exists()

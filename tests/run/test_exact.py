@@ -19,8 +19,8 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.run.builders.learning import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -36,6 +36,7 @@ from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
+    EpisodeLimits,
     PackedBatch,
     Prompt,
     SamplingParams,

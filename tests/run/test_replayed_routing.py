@@ -18,8 +18,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -37,6 +37,7 @@ from jaxrl_async.trainer.update import Frozen, Update
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
+    EpisodeLimits,
     PackedBatch,
     Prompt,
     SamplingParams,

@@ -40,7 +40,7 @@ def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_f
     tmp_path: Path, age: int
 ) -> None:
     alone = ("sampler.slots=1", "sampler.reserve=0")  # equal to the last bit
-    beside = game(tmp_path, *alone, f"staleness.max_staleness={age}", "eval.beside=true")
+    beside = game(tmp_path, *alone, f"staleness.max_staleness={age}", "eval.asynchronous=true")
     train(beside)
     assert not audit_run(tmp_path / beside.run.name).problems
     lines = metrics_of(beside)

@@ -23,7 +23,7 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model import decoder, kernels
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill, shapes
 from jaxrl_async.sampler.batch.decoding import context_widths
 from jaxrl_async.sampler.compile_ahead import compile_all

@@ -15,7 +15,7 @@ from jaxrl_async.model import gpu_pages
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_widths
 from jaxrl_async.sampler.compile_ahead import compile_all
@@ -167,25 +167,35 @@ def test_a_prompt_loses_no_token_of_a_window_where_a_round_takes_several_program
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "qwen3"},
+        {"family": "gemma3_text", "window": 5},
+        {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "on": "tpu"},
+    ],
+    ids=lambda case: case["family"],
+)
 def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
-    family, interpreted, monkeypatch
+    case, interpreted, monkeypatch
 ) -> None:
-    """Two numbers of rows with one width of context and one sampling; a prefill of each size, also
-    where layers have a window, of 128 and 300 tokens, there of 256 as well; and one insert."""
+    """Two numbers of rows with one width of context, on a TPU two, and one sampling; a prefill of
+    each size, also where layers have a window, of 128 and 300 tokens, there of 256 as well; and one
+    insert."""
     monkeypatch.setattr(shapes, "TOGETHER", 8)
     mixes = (Mix(), Mix(greedy=True))
     plain, sampler = make_pair(
-        family, 200, SamplerSettings(mixes=mixes), slots=16, window=5, prefill_chunk=300
+        **case, pages=200, settings=SamplerSettings(mixes=mixes), slots=16, prefill_chunk=300
     )
     plain.close()
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
-    assert context_widths(engine.spec) == (16,)
+    widths = context_widths(engine.spec)
+    assert widths == ((8, 16) if "on" in case else (16,))
     with compiles_of_samplers() as names:
         made = compile_all(engine, prepared, engine.init_decode_state(), 300, mixes, seed=0)
-        assert [name for name, _ in names].count("generate") == 2
+        assert [name for name, _ in names].count("generate") == 2 * len(widths)
         prefills = 3 if any(engine.spec.windows) else 2
-        assert made == len(names) == 2 + prefills + 1
+        assert made == len(names) == 2 * len(widths) + prefills + 1
         answers(sampler)
         assert len(names) == made
     sampler.close()
@@ -194,9 +204,17 @@ def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("saves", [0, 1])
-def test_kv_that_one_form_saved_the_other_restores(saves, interpreted) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "gemma3_text", "window": 5, "layers": 6},
+        {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "on": "tpu"},
+    ],
+    ids=lambda case: case["family"],
+)
+def test_kv_that_one_form_saved_the_other_restores(case, saves, interpreted) -> None:
     wish = greedy(3, 9, max_new_tokens=24)
-    pair = make_pair("gemma3_text", window=5, layers=6, prefix_cache=False)
+    pair = make_pair(**case, prefix_cache=False)
     wanted = pair[0].generate([wish])[0].token_ids.tolist()
     first, second = pair[saves], pair[1 - saves]
     held = Held(first, 10)

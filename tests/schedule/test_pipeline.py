@@ -29,15 +29,14 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
-from jaxrl_async.types import SamplingParams, Score
+from jaxrl_async.types import EpisodeLimits, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
 

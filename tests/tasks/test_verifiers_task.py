@@ -14,13 +14,13 @@ from jaxrl_async.config import schema
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks import verifiers_task as module
 from jaxrl_async.tasks.named_tasks import check_task_name, load_task
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 pytest.importorskip("verifiers", reason="needs the extra [verifiers]")
 from endpoint_rig import closed, serve, tiny_policy

@@ -114,7 +114,7 @@ def learner_of(
     **how: Any,
 ) -> Learner:
     section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})})
-    of_teacher = schema.TeacherSection(**(teacher or {}))
+    of_teacher = None if teacher is None else schema.TeacherSection(**teacher)
     step = step_of(section, of_teacher)
     settings = LearnerSettings(
         algorithm=section,

@@ -277,7 +277,7 @@ def learnt(
     mesh = make_mesh(schema.AxesSection(**axes), devices)
     how = LearningSettings(mesh=mesh, trainer=trainer, row_length=ROW, remat="layer")
     section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **algorithm})
-    of_teacher = schema.TeacherSection(**(teacher or {}))
+    of_teacher = None if teacher is None else schema.TeacherSection(**teacher)
     step = policy_update(spec, how, section, total_steps=20, teacher=of_teacher)
     params, other = (init_params(spec, jax.random.key(n)) for n in (0, 1))
     own = LogprobPass(spec, how, top_k=4)

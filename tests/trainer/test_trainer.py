@@ -14,6 +14,7 @@ from jaxrl_async.errors import (
     Closed,
     EarlierSaveError,
     EndpointMisset,
+    FolderLost,
     TrainingError,
 )
 from jaxrl_async.trainer.async_evaluation import Finish
@@ -310,6 +311,21 @@ def test_a_failure_told_by_the_next_save_is_counted_and_that_one_stands() -> Non
     with pytest.raises(EarlierSaveError, match="disk"):
         script.trainer(total_steps=19, save_every=1, eval_every=0).run()
     assert max(script.reports) == 5
+
+
+def test_where_nothing_may_be_saved_any_more_no_last_save_is_tried() -> None:
+    """Of several processes the others are not told: a last save would wait for them."""
+    script, tried = Script(), list[int]()
+
+    def lost(learner: Any, version: int, numbers: Any) -> None:
+        tried.append(version)
+        if version:
+            raise FolderLost("gs://b is written by another trainer now.")
+
+    script.save = lost  # type: ignore[method-assign]
+    with pytest.raises(FolderLost):
+        script.trainer(total_steps=9, save_every=2, eval_every=0).run()
+    assert tried == [0, 2]
 
 
 def test_in_a_hurry_nothing_is_evaluated_and_all_is_saved() -> None:

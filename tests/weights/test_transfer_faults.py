@@ -14,7 +14,7 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
-from jaxrl_async.ports import VersionedParams
+from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.delivery import send

@@ -20,7 +20,7 @@ def check_listening(config: Config, lockstep: Lockstep) -> None:
         return
     read_tls(remote)
     address = parse_address(remote.listen, what="remote.listen")
-    if config.mesh.samplers_in == "elsewhere":  # for processes of its own the run makes a secret
+    if config.mesh.samplers_in == "external":  # for processes of its own the run makes a secret
         check_secret(read_secret(), remote.listen, loopback=address.is_loopback)
     if lockstep.plays:
         _check_free(address, f"remote.listen={remote.listen}")

@@ -168,12 +168,12 @@ class Members:
             started: looks after the processes that the run starts itself, all of which must have
                 joined; returns their number, and raises RolloutError if they fail.
 
-        Raises RolloutError if fewer than remote.least have joined after remote.wait_s.
+        Raises RolloutError if fewer than remote.min_samplers have joined after remote.wait_s.
         """
         remote = self._invitation.config.remote
         end, told = time.monotonic() + remote.wait_s, False
         while not stop.is_set():
-            least = max(remote.least, started())
+            least = max(remote.min_samplers, started())
             with self._changed:
                 entered = len(self._drawing)
                 if entered >= least:
@@ -185,9 +185,9 @@ class Members:
             if time.monotonic() > end:
                 raise RolloutError(
                     f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and the "
-                    f"run begins with {least} (remote.least). Start it again, and while it waits "
-                    "start them with `python -m jaxrl_async.sample --join HOST:PORT` (here it was "
-                    f"{self.address}), or look at their output."
+                    f"run begins with {least} (remote.min_samplers). Start it again, and while it "
+                    "waits start them with `python -m jaxrl_async.sample --join HOST:PORT` (here "
+                    f"it was {self.address}), or look at their output."
                 )
 
     def profile(self, step: int, *, on: bool) -> None:

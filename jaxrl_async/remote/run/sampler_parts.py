@@ -30,7 +30,6 @@ from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import Session
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.receiver import WeightReceiver
@@ -38,6 +37,7 @@ from jaxrl_async.remote.weights.transport_choice import make_fetching
 from jaxrl_async.remote.weights.verification import SoundFetching
 from jaxrl_async.remote.wire.messages import Welcome
 from jaxrl_async.remote.wire.secret import LEAST_BYTES, SECRET_VARIABLE, is_strong
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.run.builders.device_memory import check_sampler_fits
 from jaxrl_async.run.builders.samplers import (
     sampler_settings,

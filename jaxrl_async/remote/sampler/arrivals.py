@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import Disconnected, RolloutError
-from jaxrl_async.ports import Departure
+from jaxrl_async.ports.sampling import Departure
 from jaxrl_async.remote.sampler.answer_checks import (
     checked_completion,
     checked_drawn,

@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
-from jaxrl_async.ports import Session, WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.sampler.joint_weights import forget_version
 from jaxrl_async.remote.sampler.leader import Lost, alike_hash, end_process, state_hash
 from jaxrl_async.remote.wire.messages import Begin, Dismissed, GivenUp, JointRound, Leave, Ready
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, live_of

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
-from jaxrl_async.ports import Session, WeightSource, WireMessage
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.wire.messages import GivenUp, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.session_port import Session, WireMessage
 from jaxrl_async.types import VersionedParams
 
 log = logging.getLogger(__name__)

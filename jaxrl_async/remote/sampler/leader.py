@@ -26,8 +26,10 @@ from functools import partial
 import numpy as np
 
 from jaxrl_async.errors import Closed, Disconnected, JoinRefused, RolloutError
-from jaxrl_async.ports import NotYet, Session, WeightSource
+from jaxrl_async.ports.run import NotYet
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.wire.messages import Begin, Dismissed, JointRound, Leave, Ready
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.sequence import LiveRequest, live_of
 from jaxrl_async.sampler.intake import Taken, TakesIn

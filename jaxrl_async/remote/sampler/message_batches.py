@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.ports import Session
+from jaxrl_async.remote.wire.session_port import Session
 
 MESSAGE_BYTES = 16 << 20
 """Bytes of arrays after which another message begins."""

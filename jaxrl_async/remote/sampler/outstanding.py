@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports import Departure
+from jaxrl_async.ports.sampling import Departure
 from jaxrl_async.remote.sampler.answer_checks import checked_text
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY

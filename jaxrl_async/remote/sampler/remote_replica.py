@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports import Departure, Session
+from jaxrl_async.ports.sampling import Departure
 from jaxrl_async.remote.sampler.arrivals import Arrivals
 from jaxrl_async.remote.sampler.outstanding import (
     Outstanding,
@@ -35,6 +35,7 @@ from jaxrl_async.remote.wire.messages import (
     Leaving,
     RemoteReply,
 )
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.requests import CLOSED_TOO_EARLY

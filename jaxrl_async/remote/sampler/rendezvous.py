@@ -16,12 +16,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_async.errors import ConfigError, JoinRefused
-from jaxrl_async.ports import Session
 from jaxrl_async.remote.wire.client import dial
 from jaxrl_async.remote.wire.listener import Hub
 from jaxrl_async.remote.wire.messages import Hello, Welcome
 from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 from jaxrl_async.remote.wire.session import WireLimits, WireSession
+from jaxrl_async.remote.wire.session_port import Session
 
 TEXT_BYTES = 2048
 """Longest text that is told to everybody, bytes."""

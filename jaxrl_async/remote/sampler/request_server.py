@@ -25,7 +25,6 @@ from functools import partial
 import numpy as np
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports import Session
 from jaxrl_async.profiling import MOST_SENT_BYTES, SAMPLER_S, ProcessTrace, ProfileError
 from jaxrl_async.remote.sampler.message_batches import send_all
 from jaxrl_async.remote.wire.messages import (
@@ -42,6 +41,7 @@ from jaxrl_async.remote.wire.messages import (
     RemoteReply,
     Start,
 )
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.stats import SamplerStats

@@ -22,7 +22,7 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
 from jaxrl_async.remote.wire.messages import Offer

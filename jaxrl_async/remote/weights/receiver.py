@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 from jaxrl_async.errors import Disconnected, WeightsError
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock, Session
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.verification import SoundFetching, checksums_of
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.checksum import Checksum
 

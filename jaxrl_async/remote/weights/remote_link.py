@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 
 from jaxrl_async.errors import Disconnected, WeightsError
-from jaxrl_async.ports import Session
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.weights.exchange import Exchange, Standing
 
 log = logging.getLogger(__name__)

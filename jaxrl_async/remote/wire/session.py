@@ -20,9 +20,9 @@ from typing import Any
 from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import ConfigError, Disconnected, printable
-from jaxrl_async.ports import WireMessage
 from jaxrl_async.remote.wire.frames import BEAT_FRAME, Bye, FrameInbox, FrameKind, Outbox, bye_frame
 from jaxrl_async.remote.wire.messages import MESSAGES
+from jaxrl_async.remote.wire.session_port import WireMessage
 from jaxrl_async.remote.wire.validation import check_fits
 
 log = logging.getLogger(__name__)

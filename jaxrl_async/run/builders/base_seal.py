@@ -33,7 +33,7 @@ def keep_seal(config: Config, base: Path) -> None:
 
     base: the run's own, which a run without model.path has.
     """
-    if not config.model.lora.rank or config.run.resume or jax.process_index() != 0:
+    if config.model.lora is None or config.run.resume or jax.process_index() != 0:
         return
     target = _file(base)
     written = target.with_suffix(".tmp")
@@ -46,7 +46,7 @@ def check_seal(config: Config, base: Path) -> None:
 
     base: the run's own, which a run without model.path has.
     """
-    if not config.model.lora.rank or not config.run.resume:
+    if config.model.lora is None or not config.run.resume:
         return
     if config.model.path is None and not base.is_dir():
         raise ConfigError(

@@ -25,7 +25,7 @@ def check_frozen(config: Config) -> None:
     ConfigError."""
     refers = config.run.job == "rl" and config.refers
     of_policies = [
-        config.teacher.path,
+        None if config.teacher is None else config.teacher.path,
         config.reference.path if refers else None,
         config.preference.reference,
     ]
@@ -40,7 +40,8 @@ def check_frozen(config: Config) -> None:
 
 def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if teacher or critic read other tokens than the policy does."""
-    paths = {"teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    teacher = None if config.teacher is None else config.teacher.path
+    paths = {"teacher.path": teacher, "critic.path": config.critic.path}
     for setting, path in paths.items():
         if path is not None:
             vocab = load_spec(Path(path)).vocab

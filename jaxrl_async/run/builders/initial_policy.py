@@ -143,7 +143,7 @@ def make_policy(
     form = form_of(config.model.lora)
     check_seal(config, base)
     check_unchanged(spec.own, base.parent / "decoder", resumed=config.run.resume)
-    if config.model.lora.rank and config.run.resume and config.model.path is None:
+    if config.model.lora is not None and config.run.resume and config.model.path is None:
         return load_policy(config.model, str(base), slices, tokenizer, form)
     if config.model.path is not None:
         return load_policy(config.model, config.model.path, slices, tokenizer, form)

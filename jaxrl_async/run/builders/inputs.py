@@ -39,6 +39,7 @@ from jaxrl_async.run.optional_parts import Opponents, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
 
 
@@ -65,20 +66,26 @@ class Inputs:
 
 
 def check_inputs(
-    config: Config, lockstep: Lockstep, locks: Locks | None = None
+    config: Config, lockstep: Lockstep, locks: Locks | None = None, task: Task | None = None
 ) -> tuple[Inputs, FittingPairs | None]:
     """Read and check all that a run of rl begins with; no weight of the policy is read.
 
-    The pairs are those of the warm start, which are not needed after it; None: no warm start.
-    locks: of the devices, if several runs share them. Raises JaxrlErrors that name the setting.
+    The pairs are the warm start's, which are not needed after it; None: no warm start. Raises
+    JaxrlErrors that name the setting.
+
+    Args:
+        config: the whole configuration.
+        lockstep: the processes of this run.
+        locks: of the devices, if several runs share them.
+        task: see find_task.
     """
     features.check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
-    if config.pairs.loss is not None:
+    if config.pairs is not None:
         pairs_loss(config.pairs.loss)
-    task, faults = find_task(config), FaultCounts()
+    task, faults = find_task(config, task), FaultCounts()
     outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)
     tokenizer.max_tokens = config.longest_text

@@ -141,7 +141,7 @@ def make_learner(
         keep_mask: whether sampling masks come with the tokens.
         own: a task's records, for worked answers.
     """
-    algorithm, teacher = config.algorithm, config.teacher
+    algorithm, teacher, process = config.algorithm, config.teacher, config.reward.process
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
@@ -157,7 +157,13 @@ def make_learner(
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
         base=base_of(policy),
-        own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
+        own_pass=_pass(
+            config,
+            policy.spec,
+            slices,
+            0 if teacher is None else teacher.top_k,
+            teacher_spec.vocab,
+        ),
         reference=reference,
         pairs=warm_pairs(config, tokenizer, own) if mixes else None,
         **_teacher(config, policy, slices, state),
@@ -170,7 +176,7 @@ def make_learner(
         reference=config.reference,
         pairs=config.pairs,
         offload_reference="reference" in config.trainer.offload,
-        process_max_age=config.reward.process.max_age,
+        process_max_age=None if process is None else process.max_age,
         critic_warmup=config.critic.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
@@ -200,7 +206,7 @@ def base_of(policy: Policy) -> Params | None:
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
     """Return the teacher's spec, with no more tokens than the policy has (see cut_vocabulary)."""
-    if config.teacher.path is None:
+    if config.teacher is None or config.teacher.path is None:
         return policy.spec
     spec = load_spec(Path(config.teacher.path))
     return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
@@ -224,7 +230,7 @@ def _pass(
 
 def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
     section = config.teacher
-    if section.source == "none":
+    if section is None:
         return {}
     if section.source == "self":
         spec, params = policy.spec, copied(state.params)
@@ -318,7 +324,7 @@ def keeps_masks(config: Config) -> bool:
             "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
             "the whole vocabulary to draw from"
         )
-    if s.truncates and not config.keeps_masks and config.pairs.loss is None:
+    if s.truncates and not config.keeps_masks and config.pairs is None:
         log.warning(
             "sampler.top_k=%d, top_p=%g, min_p=%g cut the distribution that tokens are drawn from, "
             "while the trainer takes log-probs over the whole vocabulary: the ratio is biased, see "

@@ -17,7 +17,7 @@ from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features
@@ -47,11 +47,14 @@ class Play:
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
-def find_task(config: Config) -> Task:
-    """Return the configured task; NO_TASK if there is none. Raises ConfigError."""
+def find_task(config: Config, given: Task | None = None) -> Task:
+    """Return the task of a run; NO_TASK if it has none. Raises ConfigError.
+
+    given: the object of a Python program; None: what the setting names.
+    """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
-    task, name = load_task(config.task), name_of(config.task)
+    task, name = given or load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):
@@ -65,11 +68,11 @@ def find_task(config: Config) -> Task:
         if unread := unread_with_records(config, name):
             raise ConfigError("\n".join(unread))
         log.info("the records are those of the task %s", name)
-    if task.plays and (count := config.algorithm.pivots.continuations):
+    if task.plays and (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and the "
-            f"environment or program of task = {name!r} cannot be taken back to an earlier token. "
-            "Set algorithm.pivots.continuations=0, or use a task of rewards alone, over data."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            f"turn, and the environment or program of task = {name!r} cannot be taken back to an "
+            "earlier token. Set algorithm.pivots=null, or use a task with only rewards, over data."
         )
     if not task.plays and not task.rewards:
         raise ConfigError(
@@ -79,20 +82,21 @@ def find_task(config: Config) -> Task:
 
 
 def _for_outsiders(config: Config, task: Task) -> Task:
-    """Return the task as agents outside play it, if endpoint.outsiders says so. Raises
+    """Return the task as agents outside play it, if endpoint.external_agents says so. Raises
     ConfigError."""
-    if not config.endpoint.outsiders:
+    if not config.endpoint.external_agents:
         return task
-    if count := config.algorithm.pivots.continuations:
+    if (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and with "
-            "endpoint.outsiders agents play the episodes. Set one of them to 0 or false."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            "turn, and with endpoint.external_agents agents play the episodes. Set pivots=null or "
+            "external_agents=false."
         )
     players = (task.program, task.environment, task.game)
     if task.tools or any(one is not None for one in players):
         raise ConfigError(
-            "endpoint.outsiders: the task has a program, an environment, a game or tools, and "
-            "agents outside would play in their place. Leave one of them out."
+            "endpoint.external_agents: the task has a program, an environment, a game or tools, "
+            "and agents outside would play in their place. Leave one of them out."
         )
     return replace(task, program=features.outsiders_play())
 

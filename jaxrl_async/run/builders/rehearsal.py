@@ -22,7 +22,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here

@@ -16,11 +16,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Gate, Generate
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.ports.rollout import Gate
+from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
@@ -41,7 +40,7 @@ from jaxrl_async.run.replay.player import (
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, VersionedParams
+from jaxrl_async.types import EpisodeGroup, EpisodeLimits, TurnPriority, VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +199,7 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         reuse=buffer.reuse,
         rank=RANKS[buffer.select],
         max_resampled=algorithm.max_resampled,
-        wants_pairs=config.pairs.loss is not None,
+        wants_pairs=config.pairs is not None,
         has_signal=worth_learning(config),
     )
 
@@ -212,7 +211,7 @@ def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
     if algorithm.dynamic_sampling:
         part, least = algorithm.signal_part, algorithm.signal_std
         tests.append(functools.partial(has_signal, part=part, least_std=least))
-    if pairs.loss is not None:
+    if pairs is not None:
         shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
         how, seed = pairs.choose, config.run.seed
         tests.append(functools.partial(has_pair, shapings=shapings, how=how, seed=seed))
@@ -246,7 +245,7 @@ def make_rollouts(
         settings=RolloutSettings(
             group_size=config.algorithm.group_size,
             oversample=config.algorithm.oversample,
-            least_members=config.algorithm.least_members,
+            least_members=config.algorithm.min_members,
             limits=limits,
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,
@@ -259,9 +258,9 @@ def make_rollouts(
     )
 
 
-def pivot_plan(section: PivotSection, inputs: Inputs) -> PivotPlan | None:
+def pivot_plan(section: PivotSection | None, inputs: Inputs) -> PivotPlan | None:
     """Return from where continuations are drawn; None: from nowhere."""
-    if not section.continuations:
+    if section is None:
         return None
     decode = inputs.tokenizer.decode
 

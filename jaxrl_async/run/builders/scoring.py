@@ -20,7 +20,7 @@ from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
@@ -102,7 +102,7 @@ def make_scorers(
     guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
     functions: RewardScorer | None = None
     if has_functions(section, task):
-        others_judge = task.judges or section.model is not None or section.judge.judges_answers
+        others_judge = task.judges or section.model is not None or section.judged
         functions = make_scorer(
             section,
             tokenizer.decode,
@@ -122,7 +122,7 @@ def make_scorers(
     training, evaluation = others, function or others
     trials: list[tuple[str, GuardedScorer]] = []
     judges = features.judges(config, tokenizer, faults, outages)
-    if judges is not None and section.judge.judges_answers:
+    if judges is not None and section.judged:
         training = judges.of_answers(others)
         evaluation = function or judges.of_answers(others, on_failure="fail")
         trial = judges.of_answers(None, on_failure="fail")
@@ -227,7 +227,7 @@ def check_reward_parts(
         where = "the task's reward" if task.rewards else f"reward.function = {named!r}"
         tried = try_once(scorers.evaluation, example, tokenizer.encode, where)
         of_function, all_known = tried.parts, not tried.left_out
-        beside_judge = reward.judge.judges_answers and reward.model is None
+        beside_judge = reward.judged and reward.model is None
         alone = FUNCTIONS if beside_judge else FUNCTION
         parts |= of_function.keys() or ({alone} if parts else set())
     if task.judges or not all_known:
@@ -243,9 +243,9 @@ def check_reward_parts(
 def note_process_rewards(config: Config) -> None:
     """Say what is made of process rewards where an answer is learnt as a whole."""
     facts = advantage.facts(config.algorithm.advantage)
-    if config.reward.process.function is None:
+    if config.reward.process is None:
         return
-    if config.pairs.loss is not None:
+    if config.pairs is not None:
         log.info("reward.process: the steps' rewards are added to the answer's, and pairs compared")
         return
     if facts.level == "token":

@@ -7,9 +7,7 @@ from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort
-from jaxrl_async.rollout.turn_priority import TurnPriority
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
@@ -20,7 +18,7 @@ from jaxrl_async.run.reporting import Evaluation, StepReporter
 from jaxrl_async.run.shown_answers import answers_writer
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +68,12 @@ def step_traces(
 
 def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
     """Return whether evaluations go on beside updates, which no other process waits for."""
-    if config.eval.beside and lockstep.count > 1:
+    if config.eval.asynchronous and lockstep.count > 1:
         log.warning(
-            "eval.beside=true: the updates of %d trainer processes wait for each evaluation.",
+            "eval.asynchronous=true: the updates of %d trainer processes wait for each evaluation.",
             lockstep.count,
         )
-    return config.eval.beside and lockstep.count == 1
+    return config.eval.asynchronous and lockstep.count == 1
 
 
 def make_pacing(config: Config) -> Bounds | None:

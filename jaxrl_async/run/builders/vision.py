@@ -90,14 +90,14 @@ def _obstacles(config: Config) -> Iterator[str]:
         "several processes": jax.process_count() > 1,
         "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
         f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
-        "endpoint.outsiders": c.endpoint.outsiders,
+        "endpoint.external_agents": c.endpoint.external_agents,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
         f"mesh.trainer.context={context}": context != 1,
         f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
         not in ("auto", "reference"),
-        "teacher.path": c.teacher.path is not None,
-        "pairs.loss": c.pairs.loss is not None,
+        "teacher.path": c.teacher is not None and c.teacher.path is not None,
+        "pairs": c.pairs is not None,
         "reward.model": c.reward.model is not None,
         "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
     }

@@ -2,35 +2,41 @@
 
     DIR/NAME/STEP/
         state/ loop/ rollouts/ ...   written by orbax, each process its own shards
-        records/                     the run's metrics, ledger, ...: see bring_back_records
+        records/                     the run's metrics, ledger, ...: see bucket_start.py
         checksums.json               what the bucket said of each object: written last, goes first
+    DIR/NAME/writer.json             the trainer that writes here: the last one that began
 
 A bucket renames nothing, but an object appears whole or not at all: what has no checksums.json is
 no checkpoint, and is removed at the next use. The digests are those that the bucket computes of
-what it has received: a check lists the objects and reads none of them.
+what it has received: a check lists the objects and reads none of them. A trainer that finds another
+one's writer.json ends: it never refuses a start, since nothing tells whether the other one lives.
 """
 
 import errno
 import importlib
 import json
 import logging
+import os
+import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxrl_async.config.run_section import CheckpointSection, RunSection
-from jaxrl_async.errors import ConfigError, in_a_line
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, GivenUpReading, saved_steps
-from jaxrl_async.run.folder import Paths, holds_something, move_aside
+from jaxrl_async.errors import ConfigError, FolderLost, in_a_line
+from jaxrl_async.metrics.trackers import TRACKERS_FILE
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, GivenUpReading
+from jaxrl_async.run.folder import Paths
 
 ASIDE = CHECKSUMS + UNREADABLE
 """Name of the checksums of a checkpoint that a resumed run has passed over."""
-RECORDS = "records"
+RECORDS, WRITER = "records", "writer.json"
+BLOCK = 8 << 20
+"""Bytes of a record that are in memory at a time."""
 REMOVED_AT_ONCE = 16
 FACTS = ("size", "crc32c", "md5Hash")
 """What the bucket tells of an object; one that was composed of others has no md5Hash."""
@@ -39,32 +45,59 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Writer:
+    """A trainer that writes a run's checkpoints."""
+
+    sign: str
+    host: str
+    process: int
+    began: str  # in UTC
+
+    def __str__(self) -> str:
+        """Return it for a sentence."""
+        return f"process {self.process} on {self.host}, which began at {self.began}"
+
+
+@dataclass(frozen=True, slots=True)
 class BucketPlace:
-    """The checkpoints of one run on a bucket."""
+    """The checkpoints of one run on a bucket. What writes them raises FolderLost, too, if another
+    trainer has begun since."""
 
     directory: Any  # DIR/NAME, of etils.epath
     system: Any  # of fsspec
     root: str  # DIR/NAME as the file system knows it
+    sign: str | None = None  # of the trainer that this process is; None: it only reads
 
     def written(self, step: int) -> Any:
         """Return the step's own folder: nothing is renamed."""
         return self.directory / str(step)
 
     def make_room(self, step: int) -> None:
-        """Remove the step, its marks first, and all other unfinished saves."""
+        """Remove the step, its marks first, and all other unfinished saves. A run saves no step
+        again that it has read: one that is there was found damaged, or was just saved and did not
+        pass the check."""
+        self._check_writer()
         with _as_os_errors(self.directory):
             self._remove(str(step))
         self.sweep()
 
     def complete(self, step: int, run: Paths | None) -> None:
         """Add the run's records, and write what the bucket says of each object, last."""
+        self._check_writer()
+        mark = f"{self.root}/{step}/{CHECKSUMS}"
         with _as_os_errors(self.directory):
-            for path in () if run is None else run.records:
-                if path.is_file():  # it grows meanwhile: what is read once is what is written
-                    content = path.read_bytes()
-                    self.system.pipe_file(f"{self.root}/{step}/{RECORDS}/{path.name}", content)
-            text = json.dumps(self._objects(step), indent=0)
-            self.system.pipe_file(f"{self.root}/{step}/{CHECKSUMS}", text.encode())
+            for path in () if run is None else _brought(run):
+                if path.is_file():  # it grows meanwhile: read once, up to its end
+                    target = f"{self.root}/{step}/{RECORDS}/{path.name}"
+                    with path.open("rb") as source, self.system.open(target, "wb") as file:
+                        shutil.copyfileobj(source, file, BLOCK)
+            self.system.pipe_file(mark, json.dumps(self._objects(step), indent=0).encode())
+        try:
+            self._check_writer()
+        except FolderLost:  # it began meanwhile, and has not seen this one
+            with _as_os_errors(self.directory):
+                self._remove_object(mark)
+            raise
 
     def sweep(self) -> None:
         """Remove all that has a step's name and neither checksums nor ones that were set aside."""
@@ -140,16 +173,47 @@ class BucketPlace:
             with _as_os_errors(self.directory):
                 self._remove(str(step))
 
-    def records(self, step: int) -> dict[str, bytes]:
-        """Return the run's records as they were at this step, by name."""
+    def fetch_records(self, step: int, run: Paths) -> None:
+        """Write the run's records as they were at this step into its folder, the metrics last."""
         with _as_os_errors(self.directory):
-            names = [n for n in self._objects(step) if n.startswith(RECORDS + "/")]
-            return {
-                name.removeprefix(RECORDS + "/"): bytes(
-                    self.system.cat_file(f"{self.root}/{step}/{name}")
-                )
-                for name in names
-            }
+            there = self._objects(step)
+            for path in sorted(_brought(run), key=lambda p: p == run.metrics):
+                if (name := f"{RECORDS}/{path.name}") in there:
+                    fresh = path.with_name(path.name + ".tmp")
+                    self.system.get_file(f"{self.root}/{step}/{name}", str(fresh))
+                    fresh.replace(path)
+
+    def record_size(self, step: int, path: Path) -> int:
+        """Return the bytes that a file of the run's had at this step; 0: there was none."""
+        with _as_os_errors(self.directory):
+            facts = self._objects(step).get(f"{RECORDS}/{path.name}")
+        return 0 if facts is None else int(facts["size"])
+
+    def writer(self) -> Writer | None:
+        """Return the trainer that writes here; None: none has begun."""
+        with _as_os_errors(self.directory / WRITER):
+            try:
+                content = self.system.cat_file(f"{self.root}/{WRITER}")
+            except FileNotFoundError:
+                return None
+            return Writer(**json.loads(content))
+
+    def begin(self, sign: str) -> None:
+        """Make this process the trainer that writes here."""
+        began = datetime.now(UTC).isoformat(" ", "seconds")
+        writer = Writer(sign, socket.gethostname(), os.getpid(), began)
+        with _as_os_errors(self.directory):
+            self.system.pipe_file(f"{self.root}/{WRITER}", json.dumps(asdict(writer)).encode())
+
+    def _check_writer(self) -> None:
+        """Raise FolderLost if another trainer has begun to write here since."""
+        writer = None if self.sign is None else self.writer()
+        if writer is not None and writer.sign != self.sign:
+            raise FolderLost(
+                f"{self.directory} is written by another trainer now: {writer}. This one saves "
+                "nothing there any more. Let one of the two go on alone, or give one of them "
+                "another run.name."
+            )
 
     def _objects(self, step: int) -> dict[str, dict[str, Any]]:
         """Return what the bucket says of the objects of a step, but for its marks, by name."""
@@ -197,9 +261,9 @@ class BucketPlace:
             return
 
 
-def open_bucket(address: str, name: str) -> BucketPlace:
+def open_bucket(address: str, name: str, sign: str | None = None) -> BucketPlace:
     """Return where the checkpoints of the run of this name lie below an address; nothing is made.
-    Raises ConfigError."""
+    sign: of this process, if it writes them. Raises ConfigError."""
     whole = f"{address.rstrip('/')}/{name}"
     try:
         fsspec = importlib.import_module("fsspec")
@@ -207,82 +271,13 @@ def open_bucket(address: str, name: str) -> BucketPlace:
         system, root = fsspec.core.url_to_fs(whole)
         directory = epath.Path(whole)
     except Exception as error:  # each file system has its own kinds
-        raise _unusable(whole, error) from error
-    return BucketPlace(directory, system, root.rstrip("/"))
+        raise unusable(whole, error) from error
+    return BucketPlace(directory, system, root.rstrip("/"), sign)
 
 
-def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
-    """Make the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
-    not here, or was continued elsewhere since (then it is moved aside). Return whether there is
-    such a checkpoint.
-
-    Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
-    a new one, or if the run saved elsewhere before.
-    """
-    root = Path(run.dir) / run.name
-    if section.dir is None:
-        if not saved_steps(Paths(root).checkpoints):
-            _check_same_place(section, run)
-        return False
-    place = open_bucket(section.dir, run.name)
-    try:
-        steps = place.steps()
-        if not steps:
-            _check_same_place(section, run)
-            return False
-        if not (run.resume or run.resume_or_start):
-            raise ConfigError(
-                f"{place.directory} (checkpoint.dir) holds checkpoints of a run already. Continue "
-                "it with --resume, choose another run.name, or remove them from the bucket "
-                "(run.overwrite does not: nothing is moved there)."
-            )
-        records = _newest_records(place, steps)
-    except OSError as error:
-        raise _unusable(str(place.directory), error) from error
-    if holds_something(root):
-        known = Paths(root).metrics
-        before = records.get(known.name, b"")
-        if known.is_file() and known.read_bytes().startswith(before):
-            return True
-        log.warning("%s was continued elsewhere since, as %s shows", root, place.directory)
-        log.warning("%s is moved aside, to %s", root, move_aside(root))
-    log.warning("the records of the run are fetched from %s to %s", place.directory, root)
-    root.mkdir(parents=True, exist_ok=True)
-    for name, content in records.items():
-        if "/" not in name:
-            (root / name).write_bytes(content)
-    return True
-
-
-def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
-    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
-    no checkpoint at this one, and it would start from its beginning."""
-    paths = Paths(Path(run.dir) / run.name)
-    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
-        return
-    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
-    before = settings.get("checkpoint", {}).get("dir")
-    has_some = before is not None or saved_steps(paths.checkpoints)
-    if before != section.dir and has_some and holds_something(paths.root):
-        raise ConfigError(
-            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
-            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
-            "before, or copy the checkpoints."
-        )
-
-
-def _newest_records(place: BucketPlace, steps: list[int]) -> Mapping[str, bytes]:
-    """Return the records of the newest checkpoint whose objects are those that were written."""
-    for step in reversed(steps):
-        try:
-            place.check(step)
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            log.warning("%s", error)
-            continue
-        return place.records(step)
-    raise OSError(f"none of the checkpoints {steps} is what was written")
+def _brought(run: Paths) -> tuple[Path, ...]:
+    """Return the files that a run goes on with elsewhere, whether they are there or not."""
+    return (*run.records, run.root / TRACKERS_FILE)
 
 
 def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -310,7 +305,8 @@ def _remote(address: Any, error: Exception) -> OSError:
     return OSError(errno.EREMOTEIO, what)
 
 
-def _unusable(address: str, error: Exception) -> ConfigError:
+def unusable(address: str, error: Exception) -> ConfigError:
+    """Return an error that says what to do."""
     remedy = (
         "Install what reads gs://: pip install gcsfs"
         if isinstance(error, ImportError)

@@ -60,7 +60,8 @@ def _judging(config: Config, task: Task) -> Iterator[str]:
     """Yield texts that change with what judges the answers."""
     weights = config.reward.weights if config.reward.function is not None else {}
     yield repr([*weights.values()])
-    for name in (*weights, config.reward.process.function or ""):
+    process = config.reward.process
+    for name in (*weights, "" if process is None else process.function):
         path, _, function = name.rpartition(":")
         file = Path(path)
         if is_own(name) and file.is_file():

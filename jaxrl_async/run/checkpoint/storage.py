@@ -25,6 +25,7 @@ from jaxrl_async.run.checkpoint.seal import (
     sweep_until_gone,
 )
 from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.signs import WRITERS, read_signs
 
 
 class Place(Protocol):
@@ -131,4 +132,5 @@ def place_of(section: CheckpointSection, run_name: str, paths: Paths) -> FolderP
     cannot be used."""
     if section.dir is None:
         return FolderPlace(paths.checkpoints.absolute())
-    return open_bucket(section.dir, run_name)
+    signs = read_signs(paths.root / WRITERS)  # the last one's is this process's, if it trains
+    return open_bucket(section.dir, run_name, signs[-1] if signs else None)

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.changes import changes
+from jaxrl_async.config.former import renew
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
-from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
@@ -134,6 +135,8 @@ class Checkpoints:
         if jax.process_count() > 1:
             try:
                 writing = begin()
+            except FolderLost:
+                raise
             except Exception as error:
                 raise self._write_error(error) from error
             self._pending = self._finisher.submit(self._write, step, lambda: writing)
@@ -238,7 +241,8 @@ class Checkpoints:
             self._swept = True
 
     def wait(self) -> None:
-        """Block until the running save is on disk. Raises CheckpointError if it failed."""
+        """Block until the running save is on disk. Raises CheckpointError if it failed, FolderLost
+        if another trainer writes there now."""
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
@@ -248,9 +252,12 @@ class Checkpoints:
         return self._pending is not None and not self._pending.done()
 
     def _outcome(self) -> BaseException | None:
-        """Wait for the running save; return its error, if any."""
+        """Wait for the running save; return its error, if any. Raises FolderLost."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+        error = None if pending is None else pending.exception()
+        if isinstance(error, FolderLost):
+            raise error
+        return error
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""
@@ -306,8 +313,7 @@ class Checkpoints:
             raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
-            "start anew with run.overwrite=true (the old run is moved aside)."
+            f"the newest says: {_root_cause(failures[0][1])}. {_way_out(self.directory)}."
         ) from failures[0][1]
 
     def _sealed_first(self, steps: Sequence[int]) -> list[int]:
@@ -455,13 +461,16 @@ def read_learnt(place: Place, step: int, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
-def read_lora(place: Place, step: int) -> LoraSection | None:
-    """Return the adapter's settings that the checkpoint of this step was made with; None: it does
-    not say. Raises CheckpointError."""
+def read_lora(place: Place, step: int, otherwise: LoraSection | None) -> LoraSection | None:
+    """Return the adapter's settings that the checkpoint of this step was made with; None: all
+    weights are trained. Raises CheckpointError.
+
+    otherwise: returned if the checkpoint does not say.
+    """
     folder = place.directory / str(step)
     try:
         loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
-        return lora_section(loop)
+        return lora_section(loop, otherwise)
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
@@ -491,10 +500,11 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
 def check_scale(saved: Saved, config: Config, folder: Path) -> None:
     """Raise CheckpointError if model.lora would scale the saved adapter's change otherwise than it
     was trained: B would stand for other weights."""
-    before = lora_section(saved.loop)
-    if before is None or not before.rank or not config.model.lora.rank:
+    lora = config.model.lora
+    before = lora_section(saved.loop, None)
+    if before is None or lora is None:
         return  # an adapter in place of all weights, or the reverse, has other arrays
-    was, now = scale_of(before), scale_of(config.model.lora)
+    was, now = scale_of(before), scale_of(lora)
     if math.isclose(was, now, rel_tol=1e-6):
         return
     raise CheckpointError(
@@ -505,11 +515,15 @@ def check_scale(saved: Saved, config: Config, folder: Path) -> None:
     )
 
 
-def lora_section(loop: Mapping[str, Any]) -> LoraSection | None:
-    """Return the adapter's settings that a checkpoint was made with (LOOP); None: unknown."""
+def lora_section(loop: Mapping[str, Any], otherwise: LoraSection | None) -> LoraSection | None:
+    """Return the adapter's settings that a checkpoint was made with (LOOP); None: all weights are
+    trained. otherwise: returned if it does not say."""
     settings = yaml.safe_load(loop.get("config", "")) or {}
-    section = settings.get("model", {}).get("lora")
-    return None if section is None else LoraSection.model_validate(section)
+    renew(settings)
+    model = settings.get("model", {})
+    if "lora" not in model:
+        return otherwise
+    return None if model["lora"] is None else LoraSection.model_validate(model["lora"])
 
 
 def changed_keys(before: str, after: str) -> list[str]:
@@ -524,8 +538,8 @@ def changed_keys(before: str, after: str) -> list[str]:
 
 
 def _is_handed_over(value: Any) -> bool:
-    """Return whether a setting names an object of a Python program, by a number of the process."""
-    return isinstance(value, str) and value.startswith("python:")
+    """Return whether a setting stands for an object of a Python program, which 0.3 numbered."""
+    return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
 def shape_mismatch(
@@ -578,6 +592,14 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
         "permissions and start again with --resume; if the files stay unreadable, move this folder "
         "elsewhere, and the checkpoint before is used."
     )
+
+
+def _way_out(directory: Any) -> str:
+    """Return what to do where no checkpoint can be read."""
+    if isinstance(directory, Path):
+        backup = "Copy the folder from a backup"
+        return f"{backup}, or start anew with run.overwrite=true (the old run is moved aside)"
+    return "Bring their objects back, or choose another run.name to start anew"
 
 
 def _remedy(directory: Any) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.errors import Closed, ReplayError
-from jaxrl_async.ports import Clock, Intake, NotYet
+from jaxrl_async.ports.run import Clock, Intake, NotYet
 from jaxrl_async.run.replay.recording import Recorded, Recording
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 

@@ -179,7 +179,7 @@ def policy_update(
         ConfigError: the algorithm names an unknown function or argument, or the attention cannot
             run on the mesh.
     """
-    section = teacher or schema.TeacherSection()
+    section = teacher or schema.TeacherSection(source="self")
     recipe = make_recipe(algorithm, teacher)
     forward = PolicyForward(
         spec=spec,

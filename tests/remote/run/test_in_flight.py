@@ -136,7 +136,7 @@ def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_sam
         (tmp_path / "answers.jsonl").unlink()
         run.until_said("first", "waiting 600 s for it to come back")
         run.sample("second")
-        run.train(*RESUME, "remote.least=2")
+        run.train(*RESUME, "remote.min_samplers=2")
         assert run.code("trainer") == 0, run.said("trainer")
         assert run.code("first") == run.code("second") == 0
         final = answers(tmp_path)
@@ -161,7 +161,7 @@ def test_samplers_that_leave_or_are_cut_off_in_mid_answer_change_no_token(tmp_pa
     run_job("addition", alone, *undisturbed)
     settings = (*recording(joined), *equal, "run.steps=5000", "remote.silence_s=3")
     with joined_run(joined, *settings) as run:
-        run.train("remote.least=3")
+        run.train("remote.min_samplers=3")
         for name in ("stopped", "staying"):
             run.sample(name)
         leave_in_midst(run)

@@ -26,7 +26,7 @@ def test_two_processes_give_the_metrics_and_weights_of_two_threads_bit_by_bit(
     threads = (*SHORT, rewarded, "run.name=threads")
     processes = (*SHORT, rewarded, "run.name=processes", "mesh.samplers_in=processes")
     expected = run_job("addition", tmp_path, *threads)
-    got = run_job("addition", tmp_path, *processes, "remote.least=2")
+    got = run_job("addition", tmp_path, *processes, "remote.min_samplers=2")
     assert [comparable(x) for x in got] == [comparable(x) for x in expected]
     assert sum(x["faults/samplers_joined"] for x in got) == 2
     assert got[-1]["reward/mean"] > 0
@@ -76,7 +76,7 @@ def test_a_killed_trainer_finds_its_samplers_again_and_more_of_them(tmp_path: Pa
         run.running.pop("trainer")
         run.until_said("first", "waiting 600 s for it to come back")
         run.sample("second")
-        run.train(*RESUME, "remote.least=2")
+        run.train(*RESUME, "remote.min_samplers=2")
         run.until_step(12)
         assert run.code("trainer") == 0, run.said("trainer")
         assert run.code("first") == run.code("second") == 0

@@ -40,7 +40,7 @@ def sums(lines: list[dict[str, Any]], key: str) -> float:
 def test_two_processes_learn_the_adapter_of_two_threads_bit_by_bit(tmp_path: Path) -> None:
     settings = (*TINY, *SHORT, "mesh.samplers=2", many_digits(tmp_path))
     expected = run_job("addition", tmp_path, *settings, "run.name=threads")
-    words = ("run.name=processes", "mesh.samplers_in=processes", "remote.least=2")
+    words = ("run.name=processes", "mesh.samplers_in=processes", "remote.min_samplers=2")
     got = run_job("addition", tmp_path, *settings, *words)
     assert [comparable(x) for x in got] == [comparable(x) for x in expected]
     assert got[-1]["reward/mean"] > 0
@@ -67,7 +67,7 @@ def test_two_processes_learn_the_adapter_of_two_threads_bit_by_bit(tmp_path: Pat
 def test_samplers_join_die_and_pass_on_a_base_and_its_adapters(tmp_path: Path) -> None:
     ways = ("remote={transfer: tcp, fanout: 1, wait_s: 60}", "run.steps=90")
     with joined_run(tmp_path, *LONG, *ways) as run:
-        run.train("remote.least=2")
+        run.train("remote.min_samplers=2")
         run.sample("first")
         run.sample("second")
         run.until_step(4)
@@ -78,7 +78,7 @@ def test_samplers_join_die_and_pass_on_a_base_and_its_adapters(tmp_path: Path) -
         run.kill("trainer")
         fetched = sums(run.lines(), "weights/base_bytes")
         steps = run.step + 3
-        run.train(*RESUME, "remote.least=2", f"run.steps={steps}")
+        run.train(*RESUME, "remote.min_samplers=2", f"run.steps={steps}")
         assert run.code("trainer") == 0, run.said("trainer")
         assert run.code("first") == run.code("third") == 0
         lines = run.lines()

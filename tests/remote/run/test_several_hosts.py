@@ -91,7 +91,7 @@ def alone(tmp_path_factory):
 @pytest.mark.exhaustive
 def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
     port = free_port()
-    words = ("mesh.samplers_in=elsewhere", "mesh.trainer.fsdp=2", "remote.wait_s=120")
+    words = ("mesh.samplers_in=external", "mesh.trainer.fsdp=2", "remote.wait_s=120")
     processes = []
     for index in (0, 1):
         place = (
@@ -119,7 +119,7 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
 
 @pytest.mark.exhaustive
 def test_a_sampler_over_two_processes_draws_the_same(alone):
-    words = ("mesh.samplers_in=elsewhere", "mesh.sampler.tensor=2", "remote.wait_s=120")
+    words = ("mesh.samplers_in=external", "mesh.sampler.tensor=2", "remote.wait_s=120")
     log = alone / "trainer.log"
     processes = [(started("jaxrl_async.train", trainer(alone, "joined", *words), log), log)]
     port = free_port()

@@ -29,13 +29,15 @@ from jaxrl_async.mesh import AXES, SAMPLER_RULES, put, shardings
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.ports import FixedWeights, Session, Unrecorded
+from jaxrl_async.ports.run import Unrecorded
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.remote.sampler.follower import follow
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay
 from jaxrl_async.remote.sampler.leader import FollowerCrew, leading_sampler
 from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderPlace, dial_leader
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Welcome
 from jaxrl_async.remote.wire.session import WireLimits
+from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, build_setup

@@ -16,7 +16,8 @@ import pytest
 from compile_flags import QUICK_COMPILE
 from hosts_worker import LONG, PROBE, SEED, SPEC, WAIT_S, Case, mesh_of, params_of, requests_of
 
-from jaxrl_async.ports import FixedWeights, Intake, NotYet, Unrecorded
+from jaxrl_async.ports.run import Intake, NotYet, Unrecorded
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams

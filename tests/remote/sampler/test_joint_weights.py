@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import Closed, WeightsError
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.remote.sampler.follower import taken_version
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay, forget_version
 from jaxrl_async.remote.wire.messages import GivenUp, JointRound, Live, Offer, Staged, Torn

@@ -1,5 +1,6 @@
 """Checkpoints that orbax writes to a bucket itself: what counts as one, and what is removed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,17 +13,22 @@ from pathlib import Path, PurePosixPath
 import fsspec
 import numpy as np
 import pytest
+import two_processes
 from object_store import BUCKET, environment, object_store
 from runs import CONFIGS, config_of, weights_of
 
 from jaxrl_async import audit
 from jaxrl_async.config.load import load
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
-from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.checkpoint import bucket
-from jaxrl_async.run.checkpoint.bucket import ASIDE, BucketPlace, bring_back_records
+from jaxrl_async.errors import ConfigError, FolderLost
+from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.trackers import TRACKERS_FILE
+from jaxrl_async.run.checkpoint import bucket_start, store
+from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketPlace
+from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing
 from jaxrl_async.run.folder import Paths, write_config
+from jaxrl_async.run.signs import WRITERS, read_signs
 
 ROOT = Path(__file__).parents[3]
 AT = "/bucket/runs/a"
@@ -32,7 +38,7 @@ AT = "/bucket/runs/a"
 def place(monkeypatch):
     system = fsspec.filesystem("memory")
     made = BucketPlace(PurePosixPath(AT), system, AT)
-    monkeypatch.setattr(bucket, "open_bucket", lambda address, name: made)
+    monkeypatch.setattr(bucket_start, "open_bucket", lambda address, name: made)
     yield made
     if system.exists("/bucket"):
         system.rm("/bucket", recursive=True)
@@ -97,18 +103,33 @@ def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(place, mon
         place.check(1)
 
 
+def away_now(*_: object, **__: object) -> None:
+    raise RuntimeError("503 from the bucket")
+
+
 def test_a_bucket_that_is_away_is_no_damage(place, monkeypatch):
     write(place, 1)
 
-    def away(*_: object, **__: object) -> None:
-        raise RuntimeError("503 from the bucket")
-
-    monkeypatch.setattr(place.system, "find", away)
+    monkeypatch.setattr(place.system, "find", away_now)
     for act in (place.steps, lambda: place.check(1), place.sweep, lambda: place.make_room(2)):
         with pytest.raises(OSError, match="503 from the bucket") as caught:
             act()
         assert is_passing(caught.value)
     monkeypatch.undo()
+
+
+def test_a_save_whose_records_do_not_arrive_is_no_checkpoint(place, tmp_path, monkeypatch):
+    run = made_run(tmp_path / "a", 1)
+    write(place, 1, whole=False)
+    real = place.system.open
+
+    def opened(path: str, *args: object, **more: object) -> object:
+        return away_now() if "/records/" in path else real(path, *args, **more)
+
+    with monkeypatch.context() as away, pytest.raises(OSError, match="503"):
+        away.setattr(place.system, "open", opened)
+        place.complete(1, run)
+    assert place.steps() == [] and "state/d/1" in names(place, 1)
 
 
 def test_older_ones_go_and_the_mark_goes_first(place, monkeypatch):
@@ -138,49 +159,236 @@ def test_one_damaged_checkpoint_is_kept_and_no_sweep_removes_it(place):
     assert place.steps() == [1, 3] and ASIDE not in names(place, 3)
 
 
-def made_run(folder: Path, *lines: str) -> Paths:
+SECTION = CheckpointSection(dir="gs://bucket/runs")
+
+
+def line(step: int, spent_s: float = 1.0) -> str:
+    return json.dumps({"step": step, "time/step_s": spent_s}) + "\n"
+
+
+def made_run(folder: Path, *steps: int) -> Paths:
+    """A folder as if a trainer had begun in it and recorded these steps."""
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(f"{x}\n" for x in lines))
+    begin_writing(SECTION, RunSection(dir=str(folder.parent), name=folder.name))
+    (folder / "metrics.jsonl").write_text("".join(map(line, steps)))
     return Paths(folder)
 
 
+def begun_elsewhere(folder: Path) -> Paths:
+    """A folder of the same run in which a trainer has taken over."""
+    assert resumed(folder)
+    return Paths(folder)
+
+
+def resumed(folder: Path) -> bool:
+    """Begin again in a folder; return whether there is a checkpoint to go on from."""
+    run = RunSection(dir=str(folder.parent), name=folder.name, resume=True)
+    goes_on = bring_back_records(SECTION, run)
+    begin_writing(SECTION, run)
+    return goes_on
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(x)["step"] for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_an_empty_machine_gets_the_records_of_the_newest_whole_one(place, tmp_path):
-    there = made_run(tmp_path / "there/a", "1", "2")
+    there = made_run(tmp_path / "there/a", 1, 2)
+    (there.root / TRACKERS_FILE).write_text('{"wandb": {"id": "x"}}')
+    (there.root / "ledger.jsonl").touch()
     write(place, 2, there)
-    there.metrics.write_text("1\n2\n3\n")
+    there.metrics.write_text(line(1) + line(2) + line(3))
     write(place, 3, there)
     place.system.rm_file(f"{AT}/3/loop/d/1")
-    section = CheckpointSection(dir="gs://bucket/runs")
-    run = RunSection(name="a", dir=str(tmp_path / "here"), resume_or_start=True)
-    assert bring_back_records(section, run)
-    assert (tmp_path / "here/a/metrics.jsonl").read_text() == "1\n2\n"
+    assert resumed(tmp_path / "here/a")
+    here = tmp_path / "here/a"
+    assert (here / "metrics.jsonl").read_text() == line(1) + line(2)
+    assert (here / TRACKERS_FILE).read_text() == '{"wandb": {"id": "x"}}'
+    assert (here / "ledger.jsonl").read_bytes() == b""
+    assert not list(here.glob("*.tmp"))
 
 
 def test_a_folder_that_goes_on_from_the_checkpoint_stays_and_another_is_moved(place, tmp_path):
-    here = made_run(tmp_path / "a", "1")
-    section, run = CheckpointSection(dir="gs://b"), RunSection(dir=str(tmp_path), name="a")
-    run = run.model_copy(update={"resume": True})
-    assert not bring_back_records(section, run)
+    here = made_run(tmp_path / "here/a", 1)
+    assert not resumed(here.root)
     write(place, 1, here)
-    here.metrics.write_text("1\n2 is not saved\n")
-    assert bring_back_records(section, run)
-    assert here.metrics.read_text() == "1\n2 is not saved\n"
-    write(place, 2, made_run(tmp_path / "elsewhere", "1", "2"))
-    assert bring_back_records(section, run)
-    assert here.metrics.read_text() == "1\n2\n"
-    assert (tmp_path / "a.1/metrics.jsonl").read_text() == "1\n2 is not saved\n"
+    here.metrics.write_text(line(1) + "2 is not saved")
+    assert resumed(here.root)
+    assert here.metrics.read_text() == line(1) + "2 is not saved"
+    assert resumed(tmp_path / "elsewhere/a")
+    elsewhere = Paths(tmp_path / "elsewhere/a")
+    elsewhere.metrics.write_text(line(1) + line(2, 5.0))
+    write(place, 2, elsewhere)
+    here.metrics.write_text(line(1) + line(2) + line(3))  # made before the other one began
+    assert resumed(here.root)
+    assert here.metrics.read_text() == line(1) + line(2, 5.0)
+    assert steps_in(tmp_path / "here/a.1") == [1, 2, 3]
+    assert resumed(here.root) and not (tmp_path / "here/a.2").exists()
+
+
+def test_a_folder_that_has_made_its_last_lines_anew_was_not_continued_elsewhere(place, tmp_path):
+    """The records of a checkpoint may reach further than it, and its last line may be completed."""
+    here = made_run(tmp_path / "a", 1, 2, 3)
+    write(place, 2, here)
+    again = Recorder(here.root, tensorboard=False, resume_step=2)
+    again.log(2, {"eval/reward": 1.0})
+    again.log(3, {"time/step_s": 2.0})
+    again.close()
+    assert resumed(here.root) and not (tmp_path / "a.1").exists()
+    assert steps_in(here.root) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("at", ["add_signs", "begin"])
+def test_a_start_that_was_killed_does_not_make_the_folder_a_stranger(
+    place, tmp_path, monkeypatch, at
+):
+    here = made_run(tmp_path / "a", 1)
+    write(place, 1, here)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(bucket_start if at == "add_signs" else BucketPlace, at, die)
+        begin_writing(SECTION, RunSection(dir=str(tmp_path), name="a", resume=True))
+    assert resumed(here.root) and not (tmp_path / "a.1").exists()
+
+
+def test_a_copy_that_is_older_than_the_checkpoint_gets_its_records(place, tmp_path):
+    """What only the copy has, such as the events of TensorBoard, stays."""
+    there = made_run(tmp_path / "there/a", 1, 2, 3)
+    write(place, 3, there)
+    fetched = tmp_path / "here/a"  # as run.copy_to brought it
+    shutil.copytree(there.root, fetched)
+    (fetched / "metrics.jsonl").write_text(line(1))
+    (fetched / "tensorboard").mkdir()
+    (fetched / "tensorboard/events").write_text("x")
+    assert resumed(fetched)
+    assert steps_in(fetched) == [1, 2, 3] and (fetched / "tensorboard/events").exists()
+    assert not (tmp_path / "here/a.1").exists()
+
+
+def test_a_copy_whose_ledger_is_older_than_its_metrics_gets_the_records(place, tmp_path):
+    there = made_run(tmp_path / "there/a", 1, 2)
+    there.ledger.write_text('{"fate": "trained"}\n' * 3)
+    write(place, 2, there)
+    shutil.copytree(there.root, tmp_path / "here/a")
+    (tmp_path / "here/a/ledger.jsonl").write_text('{"fate": "trained"}\n')
+    assert resumed(tmp_path / "here/a")
+    assert (tmp_path / "here/a/ledger.jsonl").read_text() == there.ledger.read_text()
+
+
+def test_what_the_trainer_before_saves_while_another_one_is_prepared_is_brought(place, tmp_path):
+    there = made_run(tmp_path / "there/a", 1)
+    write(place, 1, there)
+    run = RunSection(dir=str(tmp_path / "here"), name="a", resume=True)
+    assert bring_back_records(SECTION, run)
+    there.metrics.write_text(line(1) + line(2))
+    write(writing(place, there), 2, there)
+    begin_writing(SECTION, run)
+    assert steps_in(tmp_path / "here/a") == [1, 2]
+
+
+def test_a_new_run_that_meets_the_first_checkpoint_of_another_is_refused(place, tmp_path):
+    run = RunSection(dir=str(tmp_path / "here"), name="a", resume_or_start=True)
+    assert not bring_back_records(SECTION, run)
+    there = made_run(tmp_path / "there/a", 1)
+    write(place, 1, there)
+    Paths(tmp_path / "here/a").root.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*has saved the run's first"):
+        begin_writing(SECTION, run)
+
+
+def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tmp_path):
+    write(place, 1, made_run(tmp_path / "there/a", 1))
+    (tmp_path / "here/a").mkdir(parents=True)
+    (tmp_path / "here/a/metrics.jsonl").write_text(line(1))
+    with pytest.raises(ConfigError, match="know nothing of each other"):
+        resumed(tmp_path / "here/a")
+    assert steps_in(tmp_path / "here/a") == [1]
+
+
+def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_goes_on(place, tmp_path):
+    write(place, 1, made_run(tmp_path / "there/a", 1))
+    (tmp_path / "here/a").mkdir(parents=True)
+    (tmp_path / "here/a/trace.1.json").write_text("[]")
+    assert resumed(tmp_path / "here/a")
+    assert steps_in(tmp_path / "here/a") == [1] and (tmp_path / "here/a/trace.1.json").exists()
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins(place, tmp_path):
+    write(place, 1, made_run(tmp_path / "there/a", 1))
+    place.system.rm_file(f"{AT}/1/loop/d/1")
+    with pytest.raises(ConfigError, match=r"none of the checkpoints \[1\] is what was written"):
+        resumed(tmp_path / "here/a")
+
+
+def writing(place: BucketPlace, run: Paths) -> BucketPlace:
+    """The place as the trainer that began last in this folder has it."""
+    return dataclasses.replace(place, sign=read_signs(run.root / WRITERS)[-1])
+
+
+def test_a_trainer_ends_once_another_writes_and_removes_nothing_of_it(place, tmp_path):
+    first = made_run(tmp_path / "first/a", 1)
+    elder = writing(place, first)
+    write(elder, 1, first)
+    elder.system.pipe_file(f"{AT}/2/state/d/1", b"half")
+    second = begun_elsewhere(tmp_path / "second/a")
+    write(writing(place, second), 2, second, whole=False)
+    before = names(place, 2)
+    told = f"written by another trainer now: process {os.getpid()} on {socket.gethostname()}"
+    for act in (lambda: elder.make_room(2), lambda: elder.complete(2, first)):
+        with pytest.raises(FolderLost, match=told):
+            act()
+    assert names(place, 2) == before and place.steps() == [1]
+    writing(place, second).complete(2, second)
+    assert place.steps() == [1, 2]
+
+
+def test_who_begins_while_another_seals_finds_no_seal_of_it(place, tmp_path, monkeypatch):
+    first = made_run(tmp_path / "first/a", 1)
+    elder = writing(place, first)
+    elder.make_room(1)
+    real = BucketPlace._objects
+
+    def begun(self: BucketPlace, step: int) -> dict[str, object]:
+        made_run(tmp_path / "second/a", 1)
+        return real(self, step)
+
+    with monkeypatch.context() as between, pytest.raises(FolderLost):
+        between.setattr(BucketPlace, "_objects", begun)
+        elder.complete(1, first)
+    assert place.steps() == []
+
+
+def test_a_run_whose_sign_was_removed_goes_on(place, tmp_path):
+    run = made_run(tmp_path / "a", 1)
+    place.system.rm_file(f"{AT}/{WRITER}")
+    write(writing(place, run), 1, run)
+    assert resumed(run.root) and place.steps() == [1]
+
+
+def test_a_save_that_another_trainer_ended_ends_the_run(place, tmp_path, monkeypatch):
+    first = made_run(tmp_path / "first/a", 1)
+    made_run(tmp_path / "second/a", 1)
+    checkpoints = store.Checkpoints(writing(place, first), run=first)
+    checkpoints.save(1, state={"train": np.zeros(2)}, loop={})
+    with pytest.raises(FolderLost, match="another trainer"):
+        checkpoints.save(2, state={"train": np.zeros(2)}, loop={})
+    checkpoints.close()
+    assert place.steps() == []
 
 
 def test_a_new_run_where_checkpoints_are_is_refused(place, tmp_path):
     write(place, 1)
     run = RunSection(dir=str(tmp_path), name="a", overwrite=True)
     with pytest.raises(ConfigError, match="holds checkpoints of a run already"):
-        bring_back_records(CheckpointSection(dir="gs://b"), run)
+        bring_back_records(SECTION, run)
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, "gs://b"), ("gs://c", None)])
 def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_path, before, now):
-    made_run(tmp_path / "a", "1").config.write_text(json.dumps({"checkpoint": {"dir": before}}))
+    made_run(tmp_path / "a", 1).config.write_text(json.dumps({"checkpoint": {"dir": before}}))
     if before is None:
         (tmp_path / "a/checkpoints/3").mkdir(parents=True)
     run = RunSection(dir=str(tmp_path), name="a", resume=True)
@@ -371,6 +579,38 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
     wanted = weights_of(config_of("addition", tmp_path / "alone", *both))
     found = weights_of(config_of("addition", tmp_path / "here", *both))
     assert all(np.array_equal(wanted[key], found[key]) for key in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_killed_run_of_hosts_that_share_no_folder_goes_on_on_others(tmp_path):
+    """The first of them has the folder of what was the second before. What is learnt is what one
+    process learns."""
+    words = ("warm_start.steps=0", "run={name: a, steps: 6}", "checkpoint.every=2", "eval.every=0")
+    two_processes.alone(tmp_path, *words)
+    with object_store() as store:
+        env = environment(store)
+        there = (*words, f"checkpoint.dir={BUCKET}/all", "run.resume_or_start=true")
+
+        def begun(*hosts: str) -> list[subprocess.Popen]:
+            own = tuple(f"run.dir={tmp_path / host}" for host in hosts)
+            return two_processes.start(tmp_path, *there, own=own, more_env=store)
+
+        killed = begun("x", "y")
+        try:
+            end_s = time.monotonic() + 240
+            while max(_steps(env), default=0) < 2:
+                assert time.monotonic() < end_s and all(p.poll() is None for p in killed)
+        finally:
+            for process in killed:
+                process.kill()
+                process.communicate()
+        ended = two_processes.ended(begun("y", "z"))
+        assert [code for code, _ in ended] == [0, 0], [said[-3000:] for _, said in ended]
+        assert _steps(env) == [4, 6]
+    assert not (tmp_path / "z/a/metrics.jsonl").exists()
+    one, two = two_processes.results(tmp_path, "a"), two_processes.results(tmp_path / "y", "a")
+    two_processes.assert_same_run(one, two, atol=1e-5)
 
 
 STEPS = f"""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import Closed, ConfigError, ReplayError
-from jaxrl_async.ports import Intake, NotYet
+from jaxrl_async.ports.run import Intake, NotYet
 from jaxrl_async.run.replay.player import Replay, ReplayedBuffer
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of, read_schedule
 from jaxrl_async.testing.fakes import make_group, make_prompt
