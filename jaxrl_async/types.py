@@ -148,6 +148,11 @@ class TokenRecord:
     expert_ids: ExpertIds | None = None
 
     @property
+    def has_extras(self) -> bool:
+        """Whether it has the values that Request.extras asks for."""
+        return self.full_logprobs is not None and self.kept is not None
+
+    @property
     def columns(self) -> dict[str, Any]:
         """These fields by name, for another record of the same tokens."""
         return {name: getattr(self, name) for name in TOKEN_COLUMNS}

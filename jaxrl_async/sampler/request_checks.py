@@ -327,7 +327,7 @@ def _row(values: Any, count: int, dtype: type) -> Any:
 def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> None:
     """Raise RolloutError unless the columns that `extras` asks for cover every sampled token."""
     kept = saved.kept
-    if request.extras and count and (saved.full_logprobs is None or kept is None):
+    if request.extras and count and not saved.has_extras:
         raise RolloutError(
             f"{name}: it asks for extras, but full_logprobs and kept of its tokens were not "
             "saved. Resume it without extras, or start it again."
