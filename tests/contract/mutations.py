@@ -742,6 +742,8 @@ GROUPS = (
             ("hashlib.blake2b(chained + content", "hashlib.blake2b(content"),
             ("if self._pages.holders(page) == 1:", "if self._pages.holders(page) >= 1:"),
             ("if count > len(self._free):", "if count >= len(self._free):"),
+            ("count + spare - self.pages", "count - self.pages"),
+            ("self.release(matched)", "pass"),
         ),
     ),
     Group(
