@@ -22,10 +22,10 @@ from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
-from jaxrl_async.endpoint.adapter_admin import AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
-from jaxrl_async.endpoint.sampling_request import Terms, stop_ids
-from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
+from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
@@ -37,7 +37,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to
 from jaxrl_async.sampler.sampler import Sampler
@@ -94,8 +94,8 @@ def _serve(args: argparse.Namespace) -> int:
             limits = EndpointLimits(max_open_calls=args.max_open_calls)
             door = None
             if settings.adapters is not None:
-                door = AdapterDoor(served.name, sampler.adapters, loads_from=args.adapters_from)
-            desk = Desk(served, limits, guest_keys=(key,), adapters=door)
+                door = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
+            desk = EndpointService(served, limits, guest_keys=(key,), adapters=door)
             with Endpoint(desk, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
@@ -181,7 +181,7 @@ def served_policy(
         generate=generate,
         tokenizer=tokenizer,
         chat=found,
-        terms=Terms(
+        terms=CallerLimits(
             sampling=SamplingParams(),
             stop_token_ids=stop_ids(tokenizer, found),
             max_new_tokens=section.max_new_tokens,

@@ -410,13 +410,13 @@ BY_ARRIVAL = TurnPriority()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """How answers are drawn and when they end."""
+    """Sampling settings and limits of answers."""
 
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int  # of one turn
-    max_length: int  # of the whole sequence, prompt and replies included
-    keep_mask: bool = False  # completions must bring every drawn token's sampling mask
-    keep_routing: bool = False  # completions must bring every token's experts
+    max_length: int  # of the whole sequence, including prompt and replies
+    keep_mask: bool = False  # completions must contain each sampled token's sampling mask
+    keep_routing: bool = False  # completions must contain each token's experts
     priority: TurnPriority = BY_ARRIVAL  # of the requests
     for_training: bool = True  # False: of an evaluation

@@ -1,17 +1,17 @@
-"""The samplers as one of several runs sees them: its adapter draws, and no other run is there."""
+"""The samplers as seen by one of several runs: only its own adapter is visible."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Completion, Partial, Request
 
 
 class AdapterGenerate:
-    """A ports.Generate whose requests name an adapter. Ids get a prefix on the way in, and lose it
-    on the way out: those of several runs do not clash. What is drawn follows from a request's key
-    and the seed, which stay: a run draws what it would draw alone."""
+    """A ports.Generate that adds an adapter name to every request. Request ids get a prefix on the
+    way in and lose it on the way out, so ids of several runs do not clash. Sampling depends only on
+    a request's key and the seed, which do not change, so a run samples what it would alone."""
 
     def __init__(self, name: str, generate: Generate) -> None:
         self._name, self._prefix, self._generate = name, f"{name}/", generate
@@ -24,12 +24,12 @@ class AdapterGenerate:
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> "Sequence[asyncio.Future[Completion]]":
-        """Queue all requests at once for this adapter (ports.Generate)."""
+        """Queue all requests together for this adapter (ports.Generate)."""
         futures = self._generate.submit_many([self._named(given) for given in requests])
         return [self._answer(future) for future in futures]
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return the running requests of this adapter that have drawn a token (ports.Generate)."""
+        """Return this adapter's running requests that have sampled tokens (ports.Generate)."""
         return tuple(
             replace(p, request=self._unnamed(p.request))
             for p in self._generate.progress()
@@ -56,7 +56,7 @@ class AdapterGenerate:
         def pass_on(done: "asyncio.Future[Completion]") -> None:
             if answer.done():
                 if not done.cancelled():
-                    done.exception()  # it was cancelled meanwhile: nobody else looks at it
+                    done.exception()  # cancelled meanwhile: mark the error as retrieved
             elif done.cancelled():
                 answer.cancel()
             elif (error := done.exception()) is not None:

@@ -1,6 +1,6 @@
-"""From one configuration to several runs: what they share is built once, the rest for each.
+"""Build several runs from one configuration: shared parts once, all others for each run.
 
-check all ──> claim RUN ──> base (warm start, quantised) ──> samplers with a place for each
+check all ──> claim RUN ──> base (warm start, quantised) ──> samplers with a slot for each adapter
                   └──> RUN/NAME, for each: its own adapter, learner, data, buffer, checkpoints
 """
 
@@ -35,7 +35,7 @@ from jaxrl_async.run.signals import Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One of several runs, of which nothing is made yet."""
+    """One of several runs, checked but not built yet."""
 
     config: Config
     inputs: Inputs
@@ -49,16 +49,16 @@ class OpenedRun:
     inputs: Inputs
     paths: Paths
     checkpoints: Checkpoints
-    continued: bool  # whether its folder was there before
+    continued: bool  # whether its folder existed before
 
 
 def assemble_several(
     config: Config, context: RunContext, closing: ExitStack, stream: TextIO | None = None
 ) -> tuple[dict[str, Parts], Lock]:
-    """Build all parts of all runs, by name; nothing runs yet but the samplers' threads. Return them
-    with what to hold while the trainer's slice computes. Arguments as `assemble`'s.
+    """Build all parts of all runs, by name. Only the samplers' threads are started. Also returns
+    the lock to hold while the trainer's slice computes. Arguments as for `assemble`.
 
-    stream: that each run's progress is written to; None: stdout.
+    stream: receives each run's progress; None: stdout.
     """
     stop, lockstep = context.stop, context.lockstep
     checked, locks = check_runs(config, lockstep)
@@ -96,8 +96,8 @@ def assemble_several(
 
 
 def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun], Locks]:
-    """Read and check all that each run begins with, by name; return it with the devices' locks.
-    Raises JaxrlError kinds, of which a ConfigError names the run."""
+    """Read and check the inputs of each run, by name; also return the devices' locks.
+    Raises JaxrlError subclasses; a ConfigError names the run."""
     configs = {name: with_correction(own) for name, own in runs_of(config).items()}
     claim_devices(config)
     locks = make_locks(config.reward, make_slices(config.mesh), lockstep)
@@ -108,8 +108,8 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
             inputs, _ = check_inputs(own, lockstep, locks)
             if inputs.serving.needed:
                 raise ConfigError(
-                    "a task that is played by a program needs an endpoint of its own, which there "
-                    "is none of where several adapters learn in one run. Start it by itself."
+                    "a task that is played by a program needs its own endpoint, which is not "
+                    "available when several adapters are trained in one run. Run it separately."
                 )
             _check_alike(inputs, next(iter(checked.values())).inputs if checked else inputs)
         except ConfigError as error:
@@ -119,23 +119,23 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
 
 
 def _check_alike(inputs: Inputs, first: Inputs) -> None:
-    """Raise ConfigError unless a run has the model and the tokens of the first one."""
+    """Raise ConfigError unless a run has the same model and vocabulary as the first run."""
     if inputs.tokenizer.hf.get_vocab() != first.tokenizer.hf.get_vocab():
         raise ConfigError(
-            "its tokens are not those of the first run: they share one base. Give all runs the "
-            "same data.tokenizer, and tasks without words of their own."
+            "its vocabulary differs from the first run's, but all runs share one base model. Give "
+            "all runs the same data.tokenizer, and tasks that add no tokens."
         )
     if inputs.spec != first.spec:
         raise ConfigError(
-            "its model is not that of the first run: they share one base, and trainer.row_length "
-            "or the tokens differ. Set them alike."
+            "its model differs from the first run's, but all runs share one base model. Set "
+            "trainer.row_length and the tokenizer alike."
         )
 
 
 def _opened(
     one: CheckedRun, config: Config, paths: Paths, stop: Stop, closing: ExitStack
 ) -> OpenedRun:
-    """Make or find the folder of one of several runs, and hold it until `closing`."""
+    """Create or find the folder of one of several runs, and hold it until `closing`."""
     there = config.run.resume and (paths.root / one.config.run.name).is_dir()
     place = {"dir": str(paths.root), "resume": there, "resume_or_start": False}
     run = one.config.run.model_copy(update=place)
@@ -163,8 +163,8 @@ def _base(
     stop: Stop,
     lockstep: Lockstep,
 ) -> tuple[Policy, dict[str, float]]:
-    """Return what the adapters change, in the form that model.lora says, and the metrics of its
-    warm start. Where a run has a checkpoint the base is that of before."""
+    """Return the shared base in the form that model.lora specifies, and its warm start's metrics.
+    If any run has a checkpoint, the earlier base is used."""
     continued = config.run.resume
     resumes = any(one.config.run.resume for one in opened.values())
     run = config.run.model_copy(update={"resume": resumes})

@@ -1,11 +1,11 @@
-"""Several adapters that learn in one run: each is a run of rl, with threads of its own.
+"""Train several adapters in one run: each is an RL run with its own threads.
 
-    main               run_several(): assembles all, waits for all, and says which failed
+    main               run_several(): assembles all, waits for all, and reports failures
     run NAME           run_threads(): the trainer, rollouts and watchdog of NAME, until it ends
     sampler, router    shared; they end with the last run
 
-The trainers step in turns (several/turns.py). A run that fails ends alone, and the others go on; a
-sampler that fails for good ends them all.
+The trainers step alternately (several/turns.py). A run that fails ends alone while the others
+continue; a sampler that fails permanently ends them all.
 """
 
 import logging
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def run_several(config: Config, context: RunContext, stream: TextIO | None = None) -> None:
-    """Run all of config.runs to their ends, and write each one's policy and report. Raises
-    RunsFailed, once all have ended, if one or more have failed.
+    """Run all of config.runs to completion, and write each one's policy and report. Raises
+    RunsFailed after all have ended if any failed.
 
-    stream: that each run's progress is written to; None: stdout.
+    stream: receives each run's progress; None: stdout.
     """
     stop = context.stop
     with ExitStack() as closing:
@@ -57,9 +57,9 @@ def run_several(config: Config, context: RunContext, stream: TextIO | None = Non
 
 
 def run_all(runs: Mapping[str, Parts], stop: Stop, turn: Lock) -> dict[str, BaseException]:
-    """Run all side by side until each has ended; return the errors of those that failed.
+    """Run all in parallel until each has ended; return the errors of the failed ones.
 
-    turn: held while a policy is put together, on the slice where others step.
+    turn: held while a policy is assembled, on the slice where the others step.
     """
     errors: dict[str, BaseException] = {}
 
@@ -88,12 +88,12 @@ def run_all(runs: Mapping[str, Parts], stop: Stop, turn: Lock) -> dict[str, Base
 
 
 def _failed(errors: Mapping[str, BaseException], count: int) -> RunsFailed:
-    """Return what is raised after some of `count` runs have failed."""
+    """Return the error to raise after some of `count` runs have failed."""
     reasons = "\n".join(f"  {name}: {type(e).__name__}: {e}" for name, e in errors.items())
     rest = count - len(errors)
     failed = RunsFailed(
-        f"{len(errors)} of {count} runs failed; {rest} ended as they should:\n{reasons}\nWhat they "
-        "had made is saved; --resume continues each from its newest checkpoint."
+        f"{len(errors)} of {count} runs failed; {rest} ended normally:\n{reasons}\nTheir progress "
+        "is saved; --resume continues each from its newest checkpoint."
     )
     failed.__cause__ = next(iter(errors.values()))
     return failed

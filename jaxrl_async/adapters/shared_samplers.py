@@ -1,6 +1,6 @@
-"""The samplers that several runs draw from: one base, and a place for the adapter of each run.
+"""The samplers that several runs share: one base, and an adapter slot for each run.
 
-run NAME ──publish──> its WeightChannel ──> each sampler's place NAME, swapped alone
+run NAME ──publish──> its WeightChannel ──> slot NAME of each sampler, swapped independently
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,16 @@ from jaxrl_async.weights.channel import WeightChannel
 class SharedSamplers:
     """The samplers of several runs, behind one router."""
 
-    config: Config  # of what the runs share
+    config: Config  # the part that the runs share
     slices: Slices
     spec: ModelSpec
     samplers: Sequence[Sampler]
     router: Router
-    probe_ids: IntArray | None  # tokens on which all runs' adapters are checked; None: on none
+    probe_ids: IntArray | None  # tokens on which all runs' adapters are checked; None: no check
 
     def of_run(self, name: str) -> SharedSampling:
-        """Return what takes in the run of this name: its adapter gets a place in each sampler, and
-        a channel of its own."""
+        """Return a function that adds the run of this name: its adapter gets a slot in each
+        sampler and a separate channel."""
 
         def take_in(
             own: Config,
@@ -86,14 +86,14 @@ def make_shared_samplers(
     count: Callable[[str, int], None],
     probe_ids: IntArray,
 ) -> SharedSamplers:
-    """Make the samplers with the base alone, and places for the adapters of config.runs.
+    """Make the samplers with the base alone, and slots for the adapters of config.runs.
 
     Args:
-        config: of what the runs share, with the runs.
-        base: on the trainer's slice, in the form that model.lora says.
-        slices: of trainer and samplers.
-        locks: of the devices.
-        count: takes note of faults.
+        config: the shared configuration, including config.runs.
+        base: on the trainer's slice, in the form that model.lora specifies.
+        slices: device slices of trainer and samplers.
+        locks: locks of the devices.
+        count: called to count faults.
         probe_ids: tokens on which adapters are checked (run_probe_ids of any run).
     """
     lora, spec = config.model.lora, base.spec

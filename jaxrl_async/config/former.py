@@ -16,6 +16,9 @@ NAMES: Mapping[str, str] = {
 """Settings by their former names."""
 OFF: Mapping[str, tuple[str, Any]] = {
     "algorithm.pivots": ("continuations", 0),
+    "metrics.mlflow": ("experiment", None),
+    "metrics.trackio": ("project", None),
+    "metrics.wandb": ("project", None),
     "model.lora": ("rank", 0),
     "pairs": ("loss", None),
     "reward.judge": ("model", None),

@@ -13,7 +13,6 @@ from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
-from jaxrl_async.config.run_section import WandbSection
 from jaxrl_async.config.schema import (
     AdditionSection,
     AlgorithmSection,
@@ -313,18 +312,6 @@ OF_EVERY_JOB = (
         lambda c: bool(c.warm_start.steps) or _mixes(c),
         "warm_start.steps above 0",
         ("warm_start.steps",),
-    ),
-    Use(
-        _keys("metrics.wandb", WandbSection, "project"),
-        lambda c: c.metrics.wandb.project is not None,
-        "metrics.wandb.project",
-        ("metrics.wandb.project",),
-    ),
-    Use(
-        ("metrics.mlflow.tracking_uri",),
-        lambda c: c.metrics.mlflow.experiment is not None,
-        "metrics.mlflow.experiment",
-        ("metrics.mlflow.experiment",),
     ),
     Use(
         ("weights.probe_tolerance",),

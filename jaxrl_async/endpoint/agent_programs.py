@@ -1,15 +1,15 @@
-"""Agent programs as members of groups: they know an address and a key, and nothing else of the run.
+"""Agent programs as members of groups. A program only knows the endpoint's address and a key.
 
     AgentPrograms(prompt) ─> ProgramMember.play ── opens ──> PolicySession <──key── endpoint
                              │                                                    ^
                              └── an async function, or a command ──completions────┘
 
-What a program draws through its session becomes the episode; what it returns, or says through the
-endpoint, its score. A program that raises, exits with another code than 0, draws nothing or takes
-too long fails its member, and so its group; in an outage (a broken connection, exit code 75) it is
-run again. One that ran into a limit of calls, tokens or length
-has an episode that ends there (StopReason.LENGTH), whatever it did about it. If its first call
-leaves no room for an answer, the episode is that call, with nothing drawn.
+The tokens that a program samples through its session become the episode. The score is the program's
+return value, or is sent through the endpoint. A program fails its member, and so its group, if it
+raises, exits with a nonzero code, samples nothing or exceeds its time limit; in an outage (a broken
+connection, exit code 75) it is run again. If it reaches a limit of calls, tokens or length, its
+episode ends there (StopReason.LENGTH), regardless of how the program reacts. If its first call
+leaves no room for an answer, the episode is that call, without sampled tokens.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from jaxrl_async.endpoint.sessions import (
 )
 from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.rollout.episode import NOTHING
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
@@ -53,51 +53,49 @@ from jaxrl_async.types import Completion, Episode, EpisodeLimits, IntArray, Mess
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 4096
-"""How much of a command's output is kept, from its end."""
+"""Number of bytes kept from the end of a command's output."""
 REAP_S = 5.0
-"""Longest wait for a cancelled program to end, seconds; then it is left behind."""
+"""Maximum wait for a cancelled program to end, seconds; then it is abandoned."""
 DRAIN_S = 1.0
-"""Longest wait for the rest of a command's output once it has ended, seconds."""
+"""Maximum wait for the rest of a command's output once it has ended, seconds."""
 MAX_VARIABLE_BYTES = 2**17 - 2**8
-"""Longest variable of a command's environment; Linux takes 128 KiB, its name included."""
+"""Maximum size of a command's environment variable; Linux allows 128 KiB, including its name."""
 SHOWN = 400
-"""How many characters of its output a failed command's message has."""
+"""Number of output characters in the error message of a failed command."""
 MAX_NAMED = 20
-"""How many variables that it did not see a failed command's message names."""
+"""Maximum number of hidden variables listed in the error message of a failed command."""
 
 Program = Callable[["AgentSession"], Awaitable[Any] | Any]
-"""Plays one episode. A function that is not async runs in a thread of its own."""
+"""Plays one episode. A function that is not async runs in a separate thread."""
 Judge = Callable[[Any, Episode], Score]
-"""What a program returned, and its episode, to a Score."""
+"""Converts a program's return value and its episode to a Score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What an agent program gets: where to draw from, and what to do."""
+    """The arguments of an agent program: its endpoint and its task."""
 
     base_url: str  # for an OpenAI client: ends in /v1
-    api_key: str  # names this episode; every call with it becomes a part of it
-    reward_key: str = field(
-        default="", repr=False
-    )  # gives it a reward; keep it from code that others wrote
+    api_key: str  # identifies this episode; every call with it becomes a part of it
+    reward_key: str = field(default="", repr=False)  # sets its reward; keep it from untrusted code
     model: str  # the policy's name
     record: Mapping[str, Any]  # the whole record, by column
-    prompt: str  # its text
-    # its conversation, a system prompt of the task or of data.system_prompt included; empty: plain
-    # text without one
+    prompt: str  # the record's text
+    # its conversation, including a system prompt of the task or of data.system_prompt; empty: plain
+    # text without a system prompt
     messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramEndpoint:
-    """Where programs find the policy."""
+    """The endpoint's address and model name, for programs."""
 
-    address: Callable[[], str]  # "http://127.0.0.1:8000", asked when a program starts
+    address: Callable[[], str]  # "http://127.0.0.1:8000", called when a program starts
     model: str = "policy"
 
 
 class AgentPrograms:
-    """Makes the members that a program plays: a MakeEnv. Any thread may call `oldest_s`."""
+    """A MakeEnv of members that a program plays. `oldest_s` is thread safe."""
 
     def __init__(
         self,
@@ -117,19 +115,19 @@ class AgentPrograms:
 
         Args:
             program: a function of an AgentSession, or a command: its words, or one text.
-            sessions: where the endpoint finds the sessions.
-            endpoint: where the program finds the endpoint.
-            bounds: what one episode may take.
-            judge: makes a Score of what a function returns; None is not asked about.
-            system_prompt: put before the messages that have none; None: none is.
-            secrets: variables of the environment that commands never see.
-            shown: those that they see beside the usual ones; NAME* is all that begin so.
+            sessions: the sessions that the endpoint serves.
+            endpoint: the endpoint that the program uses.
+            bounds: limits of one episode.
+            judge: converts a function's return value to a Score; not called for None.
+            system_prompt: prepended to messages that have none; None: no system prompt.
+            secrets: environment variables that commands never see.
+            shown: variables that they see in addition to the usual ones; NAME* matches a prefix.
             count: called with the name and number of faults (metrics/fault_counts.py).
             clock: for `oldest_s`.
 
-        Raises RolloutError for what is neither a function nor a command.
+        Raises RolloutError if it is neither a function nor a command.
         """
-        self._run = program if callable(program) else Command(program, secrets, shown)
+        self._run = program if callable(program) else ProgramCommand(program, secrets, shown)
         self.sessions, self.endpoint, self.bounds = sessions, endpoint, bounds
         self.judge, self.count, self.calls = judge, count, UnderWay(clock)
         self.system_prompt = system_prompt
@@ -139,7 +137,7 @@ class AgentPrograms:
         return ProgramMember(self, self._run)
 
     def oldest_s(self) -> float:
-        """Return for how long the oldest program runs, seconds; 0 if none does."""
+        """Return the running time of the oldest program, seconds; 0 if none runs."""
         return self.calls.oldest_s()
 
 
@@ -148,14 +146,14 @@ class ProgramMember:
 
     def __init__(self, programs: AgentPrograms, run: Program) -> None:
         self._programs, self._run = programs, run
-        self._session: PolicySession | None = None  # once it plays
+        self._session: PolicySession | None = None  # set while it plays
 
     def drawn_versions(self) -> IntArray:
         """See ports.Plays."""
         return NOTHING if self._session is None else self._session.drawn_versions()
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """Raise RolloutError: a program takes its turns itself."""
+        """Raise RolloutError: a program plays its turns itself."""
         raise RolloutError(f"prompt {prompt.prompt_id}: a program plays its whole episode itself.")
 
     async def play(
@@ -168,10 +166,10 @@ class ProgramMember:
         limits: EpisodeLimits,
         spent_s: Callable[[float], None],
     ) -> Episode | tuple[Episode, ...]:
-        """Run the program once; return what it drew as an episode, or one for each player that it
-        tells apart (ports.Plays).
+        """Run the program once; return its samples as an episode, or one episode for each player
+        that it distinguishes (ports.Plays).
 
-        Raises RolloutTimeout if a time limit ended its session, RolloutError if it fails or draws
+        Raises RolloutTimeout if a time limit ended its session, RolloutError if it fails or samples
         nothing, Closed if the run is stopping.
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
@@ -192,14 +190,14 @@ class ProgramMember:
             self._count(session)
 
     async def _outcome(self, session: PolicySession) -> Any:
-        """Return what the program returns; None where a limit ended its episode."""
+        """Return the program's result; None if a limit ended its episode."""
         work = asyncio.ensure_future(self._guarded(session))
         try:
             await _watched(work, session)
             if work.done():
                 return work.result()
             if session.ended == FINISHED:
-                log.warning("session %s: its program goes on after it was finished", session.label)
+                log.warning("session %s: its program continues after it finished", session.label)
                 return None
             raise self._too_late(session)
         except RolloutError as error:
@@ -212,19 +210,19 @@ class ProgramMember:
             await asyncio.wait({work}, timeout=REAP_S)
 
     async def _guarded(self, session: PolicySession) -> Any:
-        """Run the program. Raises RolloutError for whatever it raises, Closed if the run stops."""
+        """Run the program. Raises RolloutError for any error of it, Closed if the run stops."""
         programs, prompt = self._programs, session.prompt
         agent = AgentSession(
             base_url=f"{programs.endpoint.address()}/v1",
             api_key=session.key,
             reward_key=session.reward_key,
             model=programs.endpoint.model,
-            record=copy.deepcopy(dict(prompt.columns)),  # the program may change them
+            record=copy.deepcopy(dict(prompt.columns)),  # the program may modify it
             prompt=prompt.text,
             messages=messages_for(prompt, programs.system_prompt),
         )
         try:
-            if isinstance(self._run, Command):
+            if isinstance(self._run, ProgramCommand):
                 return await self._run(agent)
             if inspect.iscoroutinefunction(self._run):
                 return await _on_own_loop(lambda: self._run(agent), session.label)
@@ -237,13 +235,13 @@ class ProgramMember:
                 raise
             programs.count("failed_programs", 1)
             kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
-            cause = None if isinstance(error, TimeoutError) else error  # its own limit, no outage
+            cause = None if isinstance(error, TimeoutError) else error  # its own timeout, no outage
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: the program of {session.label} failed: {kind}{error}"
             ) from cause
 
     def _too_late(self, session: PolicySession) -> Exception:
-        """Return the error of a session that its own time, or the run, ended."""
+        """Return the error of a session that was ended by its time limit or by the run."""
         if self._programs.sessions.closed:
             return Closed("the run is stopping")
         if (session.ended or "").startswith(GAVE_UP):
@@ -255,12 +253,12 @@ class ProgramMember:
         self._programs.count("session_timeouts", 1)
         return RolloutTimeout(
             f"prompt {session.prompt.prompt_id}: the session {session.label} of a program was "
-            f"ended: {session.ended}. Make the program quicker or raise the limit."
+            f"ended: {session.ended}. Make the program faster or raise the limit."
         )
 
     def _judged(self, session: PolicySession, returned: Any) -> Episode:
-        """Return the session's episode with its score. What the program returned replaces what was
-        said of the whole session; rewards of calls stay."""
+        """Return the session's episode with its score. The program's return value replaces rewards
+        of the whole session; rewards of calls are kept."""
         episode = session.episode()
         if returned is None:
             return episode
@@ -290,8 +288,8 @@ class ProgramMember:
 def _seated(
     session: PolicySession, scores: Sequence[SeatScore], member: int
 ) -> tuple[Episode, ...]:
-    """Return an episode for each player that drew something, with its own score; where the first
-    call left no room for an answer, that call. Raises RolloutError if there is neither."""
+    """Return an episode with its own score for each player that sampled tokens. If the first call
+    left no room for an answer, return that call. Raises RolloutError if there is neither."""
     found = [(score, session.episode_of(score.voice)) for score in scores]
     played = [(of, episode) for of, episode in found if episode is not None]
     return tuple(
@@ -301,8 +299,8 @@ def _seated(
 
 
 def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ...]:
-    """Return a prompt's messages for its program, which may change them, behind the system prompt;
-    a plain text is the user's message if there is one."""
+    """Return a copy of a prompt's messages for its program, after the system prompt if there is
+    one. A plain text then becomes a user message."""
     messages = copy.deepcopy(prompt.messages)
     if system_prompt is None:
         return messages
@@ -312,8 +310,8 @@ def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ..
 
 
 async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
-    """Wait until the program is done, or its session has ended for another reason than that it was
-    finished, or its time is over."""
+    """Wait until the program is done, its session has ended for a reason other than FINISHED, or
+    its time is over."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
     deadline = loop.time() + session.bounds.total_s
@@ -338,7 +336,7 @@ async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
 
 
 def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Future[Any]":
-    """Call a function in a thread of its own, which nothing waits for at the end."""
+    """Call a function in a separate thread, which is not joined at the end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -357,7 +355,7 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
             result = function(agent)
         except BaseException as error:
             failure = error if isinstance(error, Exception) else RolloutError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=call, name=name, daemon=True).start()
@@ -365,17 +363,17 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
 
 
 async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
-    """Await what a program has begun, on the loop for user code; if it is cancelled and does not
-    end within REAP_S seconds, it is left behind."""
+    """Await a program's awaitable on the loop for user code. If it is cancelled and does not end
+    within REAP_S seconds, it is abandoned."""
     outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
 
 
-class Command:
-    """A program that is a command, run as a process of its own. What it has started ends with it,
-    and it ends with this process, however that ends."""
+class ProgramCommand:
+    """A program that is a command, run as a separate process. All processes that it started end
+    with it, and it ends with this process, however that ends."""
 
     def __init__(
         self,
@@ -386,9 +384,9 @@ class Command:
         """Check it.
 
         Args:
-            command: its words, or one text that is split as a shell does.
-            secrets: variables of the environment that it never sees.
-            shown: those that it sees beside the usual ones; NAME* is all that begin so.
+            command: its words, or one text that is split as by a shell.
+            secrets: environment variables that it never sees.
+            shown: variables that it sees in addition to the usual ones; NAME* matches a prefix.
 
         Raises RolloutError.
         """
@@ -399,12 +397,12 @@ class Command:
             )
         if shutil.which(words[0]) is None:
             raise RolloutError(
-                f"the program's command {words[0]!r} is not found, or cannot be run. Give its path."
+                f"the program's command {words[0]!r} is not found or not executable. Give its path."
             )
         if own := [name for name in shown if is_the_runs(name, secrets)]:
             raise RolloutError(
-                f"env.program_variables names {', '.join(own)}, which the run keeps for itself. "
-                "Give the program a variable of its own."
+                f"env.program_variables names {', '.join(own)}, which are reserved for the run. "
+                "Use a different variable for the program."
             )
         self._words = words
         self._environ = without_secrets(os.environ, secrets, shown)
@@ -413,20 +411,20 @@ class Command:
         if self._unseen:
             log.warning(
                 "the program's command does not see these environment variables: %s. If it needs "
-                "one, name it in env.program_variables",
+                "one, add it to env.program_variables",
                 ", ".join(self._unseen),
             )
 
     async def __call__(self, agent: AgentSession) -> None:
-        """Run it to its end. Raises RolloutError, with the end of what it wrote, for another exit
-        code than 0. However this ends, nothing that it has started is left."""
+        """Run it to its end. Raises RolloutError, with the end of its output, for a nonzero exit
+        code. No process that it started is left running in any case."""
         told = command_environment(agent)
         for name, text in told.items():
             if len(text.encode("utf-8", "replace")) > MAX_VARIABLE_BYTES or "\0" in text:
                 raise RolloutError(
-                    f"the variable {name} would be {len(text)} characters or hold a zero byte, and "
-                    f"a command can be told {MAX_VARIABLE_BYTES} bytes in each. Let a function "
-                    "play, or shorten the record."
+                    f"the variable {name} would have {len(text)} characters or a null byte, but a "
+                    f"command's variables are limited to {MAX_VARIABLE_BYTES} bytes each. Use a "
+                    f"function as the program, or shorten the record."
                 )
         command = await COMMANDS.start(self._words, {**self._environ, **told})
         tail = bytearray()
@@ -440,13 +438,13 @@ class Command:
         text = tail.decode(errors="replace").strip()
         if code:
             raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
-                f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of what "
-                f"it wrote: {text[-SHOWN:] or 'nothing'}{self._hint()}"
+                f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of its "
+                f"output: {text[-SHOWN:] or 'nothing'}{self._hint()}"
             )
-        log.debug("%s has ended; the end of what it wrote: %s", self._words[0], text[-SHOWN:])
+        log.debug("%s has ended; the end of its output: %s", self._words[0], text[-SHOWN:])
 
     def _hint(self) -> str:
-        """Name what it may have missed."""
+        """Return a hint that lists hidden environment variables."""
         if not self._unseen:
             return ""
         more = len(self._unseen) - MAX_NAMED
@@ -455,11 +453,11 @@ class Command:
 
 
 EXAMPLE = AgentSession(base_url="", api_key="", model="", record={}, prompt="")
-"""A session of nothing, for the names of the variables."""
+"""An empty session, for the names of the variables."""
 
 
 def command_environment(agent: AgentSession) -> dict[str, str]:
-    """Return the variables that a command finds the policy and its task by."""
+    """Return the environment variables that describe the endpoint and the task to a command."""
     return {
         "OPENAI_BASE_URL": agent.base_url,
         "OPENAI_API_KEY": agent.api_key,

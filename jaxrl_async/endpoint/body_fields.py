@@ -1,6 +1,6 @@
-"""The fields of a JSON object from the network: read one by one, each checked. Pure.
+"""Typed access to the fields of a JSON object from the network. Pure.
 
-A field that nobody has read when all are read is refused by name: nothing is silently ignored.
+A field that was not read is rejected by name: no field is silently ignored.
 """
 
 import itertools
@@ -13,14 +13,14 @@ from jaxrl_async.endpoint.json_shape import check_shape
 from jaxrl_async.errors import in_a_line
 
 SHOWN_NAME = 80
-"""How much of the name of a field is shown, characters."""
+"""Maximum number of characters of a field's name in messages."""
 
 
 class BodyFields:
-    """One JSON object of a body, and which of its fields were read. A null counts as absent."""
+    """One JSON object of a body, and the fields that were read. A null counts as absent."""
 
     def __init__(self, record: Any, where: str = "") -> None:
-        """Take an object; `where` is its place in the body, for errors. Raises CallRefused for
+        """Wrap an object; `where` is its place in the body, for errors. Raises CallRefused for
         anything else."""
         self._where = where
         if not isinstance(record, dict):
@@ -29,7 +29,7 @@ class BodyFields:
         self._read: set[str] = set()
 
     def name(self, field: str) -> str:
-        """Return a field's place in the whole body."""
+        """Return a field's path in the whole body."""
         shown = field if len(field) <= SHOWN_NAME else f"{field[:SHOWN_NAME]}..."
         return f"{self._where}.{shown}" if self._where else shown
 
@@ -39,12 +39,12 @@ class BodyFields:
         raise CallRefused(f"must be {wanted}, not {value}", field=self.name(field))
 
     def value(self, field: str) -> Any:
-        """Return a field as it came; None: absent."""
+        """Return a field's raw value; None: absent."""
         self._read.add(field)
         return self._record.get(field)
 
     def text(self, field: str, default: str | None = None) -> str | None:
-        """Return a text."""
+        """Return a text; default: absent."""
         value = self.value(field)
         if value is None:
             return default
@@ -53,14 +53,14 @@ class BodyFields:
         return value
 
     def needed_text(self, field: str) -> str:
-        """Return a text that must be there."""
+        """Return a required text."""
         value = self.text(field)
         if value is None:
             self.refuse(field, "a text")
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         value = self.value(field)
         if value is None:
             return default
@@ -75,7 +75,7 @@ class BodyFields:
             return None
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < least or (most is not None and value > most):
-            reach = f"from {least} on" if most is None else f"from {least} to {most}"
+            reach = f"of at least {least}" if most is None else f"from {least} to {most}"
             self.refuse(field, f"a whole number {reach}")
         return int(value)
 
@@ -85,19 +85,19 @@ class BodyFields:
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:  # NaN is not, either
+        if not is_number or not least <= value <= most:  # also rejects NaN
             self.refuse(field, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def choice(self, field: str, allowed: Sequence[str]) -> str | None:
-        """Return one of a few words; None: absent."""
+        """Return one of a few allowed words; None: absent."""
         value = self.value(field)
         if value is not None and value not in allowed:
             self.refuse(field, " or ".join(repr(word) for word in allowed))
         return None if value is None else str(value)
 
     def rows(self, field: str, most: int) -> list[Any]:
-        """Return a list of at most so many values; []: absent."""
+        """Return a list of at most `most` values; []: absent."""
         value = self.value(field)
         if value is None:
             return []
@@ -105,17 +105,17 @@ class BodyFields:
             self.refuse(field, "a list")
         if len(value) > most:
             raise CallRefused(
-                f"has {len(value)} entries, and at most {most} are served", field=self.name(field)
+                f"has {len(value)} entries; at most {most} are allowed", field=self.name(field)
             )
         return value
 
     def token_ids(self, field: str, most: int) -> list[int]:
-        """Return a list of token ids; []: absent. Whether the model has them is checked later."""
+        """Return a list of token ids; []: absent. The vocabulary is checked later."""
         value = self.rows(field, most)
         wrong = [i for i in value if type(i) is not int or not 0 <= i < 2**31]
         if wrong:
             raise CallRefused(
-                f"must hold token ids, but {quoted(wrong[0])} is among them",
+                f"must hold token ids, but contains {quoted(wrong[0])}",
                 field=self.name(field),
             )
         return value
@@ -123,11 +123,11 @@ class BodyFields:
     def close(
         self, harmless: Set[str] = frozenset(), neutral: Mapping[str, Any] | None = None
     ) -> None:
-        """Raise CallRefused if a field is left that changes the answer and that nobody has read.
+        """Raise CallRefused for a field that affects the answer but was not read.
 
         Args:
-            harmless: fields that change no answer, such as labels of the client's own.
-            neutral: fields that are not served, with the values that ask for nothing.
+            harmless: fields that do not affect the answer, such as the client's own labels.
+            neutral: unsupported fields, with the values that have no effect.
         """
         for field, value in self._record.items():
             if value is None or field in self._read or field in harmless:
@@ -135,7 +135,7 @@ class BodyFields:
             if neutral is not None and field in neutral and value in neutral[field]:
                 continue
             raise CallRefused(
-                f"is not served here (its value is {quoted(value)}); leave it out",
+                f"is not supported (its value is {quoted(value)}); remove it",
                 field=self.name(field),
                 code="unsupported_parameter",
             )
@@ -153,11 +153,11 @@ def quoted(value: Any) -> str:
 
 
 def parsed_json(body: bytes) -> Any:
-    """Return a body's JSON. Raises CallRefused for anything else, for numbers that are none, and
-    for what is nested too deep or has too many parts."""
+    """Parse a body's JSON. Raises CallRefused for invalid JSON, for NaN and infinity, and for
+    values that are nested too deeply or have too many parts."""
 
     def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     check_shape(body)
     try:
@@ -171,7 +171,7 @@ def parsed_json(body: bytes) -> Any:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether all texts of a value can be written down."""
+    """Return whether all texts of a value can be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):

@@ -1,12 +1,12 @@
-"""Agents outside of the run as members of groups: they come and ask for a task.
+"""External agents as members of groups: they connect and request tasks.
 
-    OutsiderMember ──offer──> Lobby <──take── endpoint <──"give me a task"── an agent outside
+    member ──offer──> TaskQueue <──take── endpoint <──"give me a task"── an external agent
           │ waits               │ opens                                           │
-          └──── Episode <── PolicySession <────────key─────── draws, rewards, ends┘
+          └──── Episode <── PolicySession <────────key───── samples, rewards, ends┘
 
-A task is offered until somebody takes it, and begins then. A session that is abandoned, or whose
-agent gives it up, is offered again, so that agents that vanish cost nothing but their time; after
-some tries its group fails, and its ticket goes back.
+A task is offered until an agent takes it, and starts then. A session that is abandoned or given up
+is offered again, so agents that disappear cost only their time. After some tries its group fails,
+and its ticket is given back.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from dataclasses import dataclass, replace
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
 from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Episode, EpisodeLimits, Prompt
 
 log = logging.getLogger(__name__)
 
 
-class LobbyOffer:
-    """A task that waits for an agent. Given away at most once."""
+class OfferedTask:
+    """A task that waits for an agent. Taken at most once."""
 
     def __init__(self, place: SessionPlace, open_session: Callable[[], PolicySession]) -> None:
         """Make an offer.
 
         Args:
             place: the member to play.
-            open_session: called once, by whoever takes it, on any thread.
+            open_session: called once, when the offer is taken, on any thread.
         """
         self.place, self._open = place, open_session
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class LobbyOffer:
         self.withdrawn = False
 
     def taken(self) -> PolicySession:
-        """Open its session for an agent, and tell the member. Raises Closed and RolloutError."""
+        """Open its session for an agent, and notify the member. Raises Closed and RolloutError."""
         session = self._open()
 
         def tell() -> None:
@@ -59,23 +59,23 @@ class LobbyOffer:
         return session
 
 
-class Lobby:
-    """Where tasks wait for agents, in their order, and agents for tasks. Any thread."""
+class TaskQueue:
+    """Queues of tasks that wait for agents, and of agents that wait for tasks. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._offers: deque[LobbyOffer] = deque()
+        self._offers: deque[OfferedTask] = deque()
         self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = deque()
         self._closed = False
 
     @property
     def num_offers(self) -> int:
-        """Number of tasks that wait."""
+        """Number of waiting tasks."""
         with self._lock:
             return sum(not offer.withdrawn for offer in self._offers)
 
-    def offer(self, offer: LobbyOffer, *, first: bool = False) -> None:
-        """Let a task wait; first: before all others."""
+    def offer(self, offer: OfferedTask, *, first: bool = False) -> None:
+        """Add a task to the queue; first: before all others."""
         with self._lock:
             while self._offers and self._offers[0].withdrawn:
                 self._offers.popleft()
@@ -86,13 +86,13 @@ class Lobby:
             self._wake(1)
 
     def close(self) -> None:
-        """Tell those who wait that no task will come. Idempotent."""
+        """Notify waiting agents that no task will arrive. Idempotent."""
         with self._lock:
             self._closed = True
             self._wake(len(self._waiting))
 
     async def take(self, wait_s: float) -> PolicySession | None:
-        """Return the session of the task that waits longest; None: none came within wait_s.
+        """Return the session of the longest-waiting task; None: no task arrived within wait_s.
 
         Raises Closed if the run stops, RolloutError if no session may be opened.
         """
@@ -109,15 +109,15 @@ class Lobby:
             finally:
                 self._leave(news)
 
-    def _given(self, offer: LobbyOffer) -> PolicySession:
+    def _given(self, offer: OfferedTask) -> PolicySession:
         try:
             return offer.taken()
-        except RolloutError:  # too many sessions are open
+        except RolloutError:  # too many open sessions
             self.offer(offer, first=True)
             raise
 
-    def _next(self) -> tuple[LobbyOffer | None, asyncio.Event]:
-        """Return an offer, or none and what is set when there may be one. Raises Closed."""
+    def _next(self) -> tuple[OfferedTask | None, asyncio.Event]:
+        """Return an offer, or None and an event that signals a new offer. Raises Closed."""
         news = asyncio.Event()
         with self._lock:
             if self._closed:
@@ -130,7 +130,7 @@ class Lobby:
         return None, news
 
     def _leave(self, news: asyncio.Event) -> None:
-        """Wait no longer. Who was woken and leaves without looking wakes the next."""
+        """Stop waiting. An agent that was woken but leaves without an offer wakes the next one."""
         with self._lock:
             kept = [w for w in self._waiting if w[1] is not news]
             was_woken = len(kept) == len(self._waiting)
@@ -146,22 +146,22 @@ class Lobby:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsiderMembers:
-    """Makes the members that agents outside play: a MakeEnv."""
+class ExternalAgentMembers:
+    """A MakeEnv of members that external agents play."""
 
     programs: AgentPrograms  # sessions, limits and counts; its program is never run
-    lobby: Lobby
-    tries: int = 3  # agents in a row that may leave an episode before its group fails
+    lobby: TaskQueue
+    tries: int = 3  # consecutive agents that may abandon an episode before its group fails
 
-    def __call__(self, prompt: Prompt) -> "OutsiderMember":
+    def __call__(self, prompt: Prompt) -> "ExternalAgentMember":
         """Make the member that plays this prompt."""
-        return OutsiderMember(self)
+        return ExternalAgentMember(self)
 
 
-class OutsiderMember(ProgramMember):
-    """One member of a group, played by whoever takes it (ports.Plays)."""
+class ExternalAgentMember(ProgramMember):
+    """One member of a group, played by the agent that takes it (ports.Plays)."""
 
-    def __init__(self, members: OutsiderMembers) -> None:
+    def __init__(self, members: ExternalAgentMembers) -> None:
         super().__init__(members.programs, _nobody)
         self._members = members
 
@@ -175,11 +175,11 @@ class OutsiderMember(ProgramMember):
         limits: EpisodeLimits,
         spent_s: Callable[[float], None],
     ) -> Episode:
-        """Offer the episode until an agent has played it (ports.Plays). Waiting for one has no
-        limit of its own: the watchdog's counts.
+        """Offer the episode until an agent has played it (ports.Plays). There is no timeout for
+        this, except the watchdog's.
 
-        Raises RolloutError if as many agents in a row as may be have left it, Closed if the run is
-        stopping.
+        Raises RolloutError if the maximum number of consecutive agents has abandoned it, Closed if
+        the run is stopping.
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
         told = replace(prompt, messages=messages_for(prompt, programs.system_prompt))
@@ -189,7 +189,7 @@ class OutsiderMember(ProgramMember):
             with programs.calls.one():
                 for _ in range(self._members.tries):
                     session = await self._taken(
-                        LobbyOffer(
+                        OfferedTask(
                             place,
                             lambda: programs.sessions.open(
                                 generate, place, limits, programs.bounds
@@ -207,14 +207,14 @@ class OutsiderMember(ProgramMember):
                     log.info("session %s is offered again: %s", session.label, left)
                     programs.count("abandoned_sessions", 1)
             raise RolloutError(
-                f"prompt {prompt.prompt_id}: {self._members.tries} agents in a row have left "
+                f"prompt {prompt.prompt_id}: {self._members.tries} consecutive agents abandoned "
                 f"{place}; the last: {left}."
             )
         finally:
             spent_s(max(clock() - started - drawing_s, 0.0))
 
-    async def _taken(self, offer: LobbyOffer) -> PolicySession:
-        """Offer the task and wait until somebody takes it."""
+    async def _taken(self, offer: OfferedTask) -> PolicySession:
+        """Offer the task and wait until an agent takes it."""
         self._members.lobby.offer(offer)
         try:
             self._session = await offer.session
@@ -227,7 +227,7 @@ class OutsiderMember(ProgramMember):
             offer.withdrawn = True
 
     async def _left(self, session: PolicySession) -> str:
-        """Wait for the end of a session; return why its episode is none, or "". Raises Closed."""
+        """Wait for a session to end; return why it has no episode, or "". Raises Closed."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -250,4 +250,4 @@ class OutsiderMember(ProgramMember):
 
 
 async def _nobody(agent: object) -> None:
-    """Play nothing: outsiders do."""
+    """Do nothing: external agents play."""

@@ -1,7 +1,7 @@
-"""The answers of one call while they are drawn: as they grow, where stop strings end them, and at
-last.
+"""The answers of one call while they are generated: their growth, their end at stop strings, and
+the finished answers.
 
-    Caller.draw ──> Generate ──progress, every few blocks──> Strand ──> Answer
+    Caller.draw ──> Generate ──progress, every few blocks──> GrowingAnswer ──> Answer
                        └────────── Completion ─────────────────┘
 
 Used on one event loop.
@@ -16,52 +16,52 @@ import numpy as np
 from jaxrl_async.endpoint.callers import Caller, CallerAsk
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
-from jaxrl_async.endpoint.sampling_request import Draft, Wish, wish_sampling
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, wish_sampling
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, StopReason
 
 REDRAWN = (
-    "new weights or another sampler began this answer again, and what was sent of it is void; "
-    "call again"
+    "this answer was restarted by new weights or another sampler, and the part already sent is "
+    "invalid; call again"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GeneratedAnswer:
     """One finished answer."""
 
     completion: Completion  # up to the token that completes a stop string
-    text: str  # without the stop string, special tokens left out
+    text: str  # without the stop string and special tokens
     stop: str | None  # the stop string that ended it
 
     @property
     def finish(self) -> str:
-        """Why it ended, in OpenAI's words."""
+        """The stop reason, in OpenAI's terms."""
         ended = self.stop is not None or self.completion.stop is StopReason.EOS
         return "stop" if ended else "length"
 
 
-class Strand:
-    """One answer while it is drawn."""
+class GrowingAnswer:
+    """One answer while it is generated."""
 
     def __init__(self, flow: TextFlow) -> None:
-        """flow: of its text."""
+        """flow: converts its tokens to text."""
         self.flow = flow
-        self.request_id: str | None = None  # None: not asked for yet
-        self._seen: IntArray = np.zeros(0, np.int32)  # given to `flow`
+        self.request_id: str | None = None  # None: not requested yet
+        self._seen: IntArray = np.zeros(0, np.int32)  # passed to `flow`
         self.token_ids: IntArray = np.zeros(0, np.int32)  # that count, so far
         self.logprobs: FloatArray = np.zeros(0, np.float32)
-        self.answer: Answer | None = None
+        self.answer: GeneratedAnswer | None = None
         self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def begin(self, request_id: str) -> None:
-        """Take note of the request."""
+        """Set the request's id."""
         self.request_id = request_id
 
     def cut(self, drawn: IntArray) -> int | None:
-        """Return how many of all drawn tokens count: those up to a stop string; None: all. Raises
-        CallRefused if they do not begin with those of before."""
+        """Return the number of sampled tokens that count, up to a stop string; None: all. Raises
+        CallRefused if earlier tokens have changed."""
         known = min(len(self._seen), len(drawn))
         if not np.array_equal(self._seen[:known], drawn[:known]):
             raise CallRefused(REDRAWN, status=503, code="redrawn", retry_after_s=1.0)
@@ -71,7 +71,7 @@ class Strand:
         return self.flow.count
 
     def grow(self, partial: Partial) -> None:
-        """Take what is drawn so far. Raises as `cut`."""
+        """Process the tokens so far. Raises as `cut`."""
         count = self.cut(partial.token_ids)
         self.token_ids, self.logprobs = partial.token_ids[:count], partial.logprobs[:count]
         if count is not None and not self.early.done():
@@ -79,14 +79,16 @@ class Strand:
             self.early.set_result(cut_completion(so_far, count, len(partial.request.token_ids)))
 
     def end(self, completion: Completion) -> None:
-        """Take the whole answer. Raises as `cut`."""
+        """Process the complete answer. Raises as `cut`."""
         count = self.cut(completion.token_ids)
         if count is not None and count < len(completion.token_ids):
             prompt = 0 if completion.expert_ids is None else len(completion.expert_ids)
             prompt -= max(0, len(completion.token_ids) - 1)
             completion = cut_completion(completion, count, prompt)
         self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
-        self.answer = Answer(completion=completion, text=self.flow.whole(), stop=self.flow.stop)
+        self.answer = GeneratedAnswer(
+            completion=completion, text=self.flow.whole(), stop=self.flow.stop
+        )
 
 
 def _as_completion(partial: Partial) -> Completion:
@@ -97,31 +99,31 @@ def _as_completion(partial: Partial) -> Completion:
     )
 
 
-class Drawing:
-    """The answers of one call. `close` ends what is still drawn: its slots are free at the next
+class Generation:
+    """The answers of one call. `close` ends unfinished ones: their slots become free at the next
     block."""
 
     def __init__(
         self,
         caller: Caller,
         token_ids: IntArray,
-        draft: Draft,
-        wish: Wish,
+        draft: RequestDraft,
+        wish: SamplingOptions,
         *,
         decode: Decode,
         watch: ProgressWatch | None = None,
     ) -> None:
-        """CallerAsk for all answers.
+        """Start sampling all answers.
 
         Args:
-            caller: who asks.
+            caller: the caller.
             token_ids: [prompt] int32.
-            draft: what the wish becomes under the caller's terms.
-            wish: as it came.
+            draft: the wish under the caller's terms.
+            wish: the call's sampling parameters.
             decode: tokens to text.
-            watch: tells what is drawn so far; None: only whole answers are wanted.
+            watch: reports the tokens so far; None: only complete answers are needed.
         """
-        self.strands = [Strand(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
+        self.strands = [GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
         self._news, self._watch = asyncio.Event(), watch
         named, usual = wish_sampling(wish, caller.terms.sampling), caller.terms.sampling
         wanted = None if named == usual else named
@@ -144,8 +146,8 @@ class Drawing:
             task.add_done_callback(lambda _: self._news.set())
 
     async def steps(self) -> AsyncIterator[None]:
-        """Go on whenever more is drawn, until every strand has its answer. Raises what the sampler
-        raises."""
+        """Yield whenever more tokens arrive, until every strand has its answer. Errors of the
+        sampler are passed on."""
         while any(strand.answer is None for strand in self.strands):
             await self._news.wait()
             self._news.clear()
@@ -154,10 +156,10 @@ class Drawing:
                     self._look(strand, task)
             yield
 
-    def _look(self, strand: Strand, task: "asyncio.Task[Completion]") -> None:
-        """Take what is new of one answer."""
+    def _look(self, strand: GrowingAnswer, task: "asyncio.Task[Completion]") -> None:
+        """Process new tokens of one answer."""
         if task.cancelled():
-            raise CallRefused("the sampler gave this answer up; call again", status=503)
+            raise CallRefused("the sampler gave up this answer; call again", status=503)
         if task.done():
             strand.end(task.result())
         elif self._watch is not None and strand.request_id is not None:
@@ -165,19 +167,19 @@ class Drawing:
             if so_far is not None and len(so_far.token_ids) > len(strand.token_ids):
                 strand.grow(so_far)
 
-    async def answers(self) -> list[Answer]:
-        """Wait for all answers. Raises what the sampler raises."""
+    async def answers(self) -> list[GeneratedAnswer]:
+        """Wait for all answers. Errors of the sampler are passed on."""
         async for _ in self.steps():
             pass
         return self.finished
 
     @property
-    def finished(self) -> list[Answer]:
-        """The answers that are there, in their order."""
+    def finished(self) -> list[GeneratedAnswer]:
+        """The finished answers, in order."""
         return [strand.answer for strand in self.strands if strand.answer is not None]
 
     async def close(self) -> None:
-        """End what is still drawn. Idempotent."""
+        """Cancel unfinished answers. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._watch is not None:
@@ -186,9 +188,11 @@ class Drawing:
 
 
 class _Began:
-    """Watches a request from the moment when it is queued."""
+    """Watches a request from when it is queued."""
 
-    def __init__(self, strand: Strand, watch: ProgressWatch | None, news: asyncio.Event) -> None:
+    def __init__(
+        self, strand: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
+    ) -> None:
         self._strand, self._watch, self._news = strand, watch, news
 
     def __call__(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Why a call is refused, and how each protocol says so. Pure."""
+"""Rejected calls, and their error format in each protocol. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,20 +32,20 @@ ANTHROPIC_KINDS = {
 
 @dataclass(eq=False)
 class CallRefused(JaxrlError):
-    """A call that is not served. The client gets the message, the field and the status."""
+    """A rejected call. The client gets the message, the field and the status."""
 
     message: str
     status: int = 400
     field: str | None = None  # of the body, such as messages[2].content
-    code: str | None = None  # one word for programs
-    retry_after_s: float | None = None  # when it may be tried again
+    code: str | None = None  # machine-readable
+    retry_after_s: float | None = None  # earliest time to retry, seconds
 
     def __str__(self) -> str:
         return self.message if self.field is None else f"{self.field}: {self.message}"
 
 
 def openai_error(refused: CallRefused) -> dict[str, Any]:
-    """Return the refusal as the body of an OpenAI error."""
+    """Return the error as the body of an OpenAI error."""
     kind = OPENAI_KINDS.get(refused.status, "server_error")
     return {
         "error": {
@@ -58,6 +58,6 @@ def openai_error(refused: CallRefused) -> dict[str, Any]:
 
 
 def anthropic_error(refused: CallRefused) -> dict[str, Any]:
-    """Return the refusal as the body of an Anthropic error."""
+    """Return the error as the body of an Anthropic error."""
     kind = ANTHROPIC_KINDS.get(refused.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}

@@ -1,10 +1,10 @@
-"""The members of a run's groups that a task's program plays, or agents outside of the run."""
+"""Members of a run's groups that are played by a task's program or by external agents."""
 
 from collections.abc import Callable
 
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
-from jaxrl_async.endpoint.external_agents import OutsiderMembers
+from jaxrl_async.endpoint.external_agents import ExternalAgentMembers
 from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, RolloutError
@@ -15,37 +15,36 @@ from jaxrl_async.tasks.task import Task
 
 
 async def outsiders_play(session: AgentSession) -> None:
-    """Stand for agents outside of the run as a task's program; OutsiderMembers play in its
-    place."""
-    raise RolloutError(f"{session.base_url}: agents outside play this task")
+    """Placeholder program of a task for external agents; ExternalAgentMembers play instead."""
+    raise RolloutError(f"{session.base_url}: external agents play this task")
 
 
 def make_members(
     config: Config, task: Task, serving: RunServing, count: Callable[[str, int], None]
 ) -> tuple[MakeEnv, Callable[[], float]]:
-    """Make what plays the members of groups; return it with what reads the age of the oldest
-    running program, seconds. Arguments and errors as make_programs."""
+    """Make the MakeEnv for programs or external agents, and a function that returns the age of the
+    oldest running program, seconds. Arguments and errors as for make_programs."""
     programs = make_programs(config, task, serving, count)
     if not config.endpoint.external_agents:
         return programs, programs.oldest_s
     tries = config.endpoint.agent_tries
-    outside = OutsiderMembers(programs=programs, lobby=serving.lobby, tries=tries)
+    outside = ExternalAgentMembers(programs=programs, lobby=serving.lobby, tries=tries)
     return outside, programs.oldest_s
 
 
 def make_programs(
     config: Config, task: Task, serving: RunServing, count: Callable[[str, int], None]
 ) -> AgentPrograms:
-    """Make the members that a task's program plays. Raises ConfigError.
+    """Make the members that are played by a task's program. Raises ConfigError.
 
     Args:
         config: env and endpoint.
         task: one with a program.
-        serving: where the program finds the policy.
+        serving: the endpoint that the program uses.
         count: called with the name and number of faults.
     """
     section = config.env
-    assert task.program is not None, "it is a program's task"
+    assert task.program is not None, "the task has a program"
     bounds = SessionLimits(
         max_calls=section.program_max_calls,
         max_tokens=section.program_max_tokens,
@@ -56,7 +55,7 @@ def make_programs(
     if section.program_variables and callable(task.program):
         raise ConfigError(
             "env.program_variables: the task's program is a function, which runs in this process "
-            "and sees all variables. Leave it out."
+            "and sees all variables. Remove it."
         )
     endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
     try:

@@ -1,4 +1,4 @@
-"""What a call asks to draw, what its caller may have, and the request that both make. Pure."""
+"""Sampling parameters of a call, the limits of its caller, and the resulting request. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from jaxrl_async.sampler.request_checks import (
 from jaxrl_async.types import MAX_STOP_TOKENS, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
-"""Code of a prompt that leaves no room for an answer, OpenAI's word for it."""
+"""Error code for a prompt that leaves no room for an answer, as in OpenAI's API."""
 MAX_COUNT = 128
-"""Most answers of one call."""
+"""Maximum number of answers of one call."""
 MAX_STOPS = 16
-"""Most stop strings of one call."""
+"""Maximum number of stop strings of one call."""
 MAX_STOP_LENGTH = 256
-"""Longest stop string, characters."""
+"""Maximum length of a stop string, characters."""
 MAX_ASKED = 2**63
-"""Largest number of tokens that a client may ask for; what it gets is capped."""
+"""Largest number of tokens that a client may request; the actual number is capped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a call asks to draw, whichever protocol it came by. None: as the caller's terms say."""
+class SamplingOptions:
+    """The sampling parameters of a call of any protocol. None: as in the caller's terms."""
 
-    count: int = 1  # answers
+    count: int = 1  # number of answers
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -38,49 +38,49 @@ class Wish:
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()  # strings that end an answer
     stop_token_ids: tuple[int, ...] = ()
-    ends_at_eos: bool = True  # the model's own stop tokens end it, too
+    ends_at_eos: bool = True  # whether the model's stop tokens also end an answer
     seed: int | None = None  # of the random numbers, 32 bits
-    extras: bool = False  # the tokens from which each was drawn are wanted, too
+    extras: bool = False  # whether sampling masks are returned, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the answers to a caller keep to."""
+class CallerLimits:
+    """The settings and limits of the answers to a caller."""
 
     sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]  # the model's own
+    stop_token_ids: tuple[int, ...]  # of the model
     max_new_tokens: int  # of one answer
     max_length: int  # prompt and answer, tokens
-    fixed_sampling: bool = False  # calls cannot change `sampling`: a run trains on what is drawn
-    extras: bool = False  # a run keeps the tokens from which each was drawn
+    fixed_sampling: bool = False  # whether calls cannot change `sampling`: a run trains on it
+    extras: bool = False  # whether a run keeps sampling masks
     priority: tuple[int, int] = (0, 0)  # of a guest's requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """What becomes of a wish under a caller's terms."""
+class RequestDraft:
+    """A wish under a caller's terms."""
 
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int
     extras: bool
-    capped: bool  # more tokens were asked for than there may be
-    overridden: bool  # another distribution was asked for than there may be
+    capped: bool  # whether more tokens were requested than allowed
+    overridden: bool  # whether a distribution was requested that is not allowed
 
 
-def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
-    """Return what is drawn for a wish. Raises CallRefused if the prompt leaves no room.
+def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
+    """Apply a caller's terms to a wish. Raises CallRefused if the prompt leaves no room.
 
     Args:
-        wish: of the call.
-        terms: of its caller.
+        wish: parameters of the call.
+        terms: terms of its caller.
         prompt: length of the prompt, tokens.
     """
     room = terms.max_length - prompt
     if room < 1:
         raise CallRefused(
-            f"This model's maximum context length is {terms.max_length} tokens, and the prompt has "
-            f"{prompt}: there is no room for an answer. Shorten it, or begin a new conversation.",
+            f"This model's maximum context length is {terms.max_length} tokens, but the prompt has "
+            f"{prompt}: there is no room for an answer. Shorten it, or start a new conversation.",
             code=TOO_LONG,
         )
     stops = tuple(
@@ -88,14 +88,14 @@ def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
     )
     if len(stops) > MAX_STOP_TOKENS:
         raise CallRefused(
-            f"with the model's own there are {len(stops)} stop tokens, and at most "
-            f"{MAX_STOP_TOKENS} are served",
+            f"including the model's, there are {len(stops)} stop tokens; at most "
+            f"{MAX_STOP_TOKENS} are allowed",
             field="stop_token_ids",
         )
     wanted = wish_sampling(wish, terms.sampling)
     most = min(terms.max_new_tokens, room)
     asked = most if wish.max_new_tokens is None else wish.max_new_tokens
-    return Draft(
+    return RequestDraft(
         sampling=terms.sampling if terms.fixed_sampling else wanted,
         stop_token_ids=stops,
         max_new_tokens=min(asked, most),
@@ -106,13 +106,13 @@ def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
 
 
 def stop_ids(tokenizer: Tokenizer, chat: ChatFormat | None) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the chat format's and the tokenizer's own."""
+    """Return the tokens that end an answer, from the chat format and the tokenizer."""
     ids = (*(() if chat is None else chat.stop_token_ids), *tokenizer.eos_ids)
     return tuple(dict.fromkeys(ids))[:MAX_STOP_TOKENS]
 
 
-def wish_sampling(wish: Wish, default: SamplingParams) -> SamplingParams:
-    """Return the distribution that a wish names."""
+def wish_sampling(wish: SamplingOptions, default: SamplingParams) -> SamplingParams:
+    """Return the sampling distribution of a wish."""
     return SamplingParams(
         temperature=default.temperature if wish.temperature is None else wish.temperature,
         top_k=default.top_k if wish.top_k is None else wish.top_k,
@@ -128,7 +128,7 @@ def temperature_of(fields: BodyFields) -> float | None:
     """Return the temperature; None: not given. Raises CallRefused."""
     value = fields.number("temperature", 0.0, LARGEST)
     if value is not None and 0 < value < LEAST_TEMPERATURE:
-        fields.refuse("temperature", f"0 (greedy) or a number from {LEAST_TEMPERATURE:g} on")
+        fields.refuse("temperature", f"0 (greedy) or at least {LEAST_TEMPERATURE:g}")
     return value
 
 
@@ -161,7 +161,7 @@ def seed_of(fields: BodyFields) -> int | None:
 
 
 def stops_of(fields: BodyFields, field: str) -> tuple[str, ...]:
-    """Return the stop strings: none, one text or a list. Raises CallRefused."""
+    """Return the stop strings, given as one text or a list. Raises CallRefused."""
     value: Any = fields.value(field)
     given: Sequence[Any] = [value] if isinstance(value, str) else fields.rows(field, MAX_STOPS)
     for stop in given:
@@ -205,10 +205,10 @@ NEUTRAL_SAMPLING: Mapping[str, Any] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Fields of completions that are not served, with the values that ask for nothing."""
+"""Unsupported fields of completions, with the values that have no effect."""
 HARMLESS_FIELDS = frozenset(
     {
-        "model",  # there is one
+        "model",  # there is only one
         "user",
         "metadata",
         "store",
@@ -223,4 +223,4 @@ HARMLESS_FIELDS = frozenset(
         "detokenize",
     }
 )
-"""Fields that change no answer."""
+"""Fields that do not affect the answer."""

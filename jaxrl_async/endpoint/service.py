@@ -1,10 +1,10 @@
-"""Where calls are served: who calls, how many at once, and from a checked call to its answers.
+"""The endpoint's service: callers, limits, and the path from a checked call to its answers.
 
     body ──parse──> call ──prompt──> tokens ──Drawing──> answers ──writer──> body, or a stream
             │                │
-            └ CallRefused    └ Conversations: what was drawn is never tokenised again
+            └ CallRefused    └ Conversations: generated tokens are never tokenised again
 
-Used on the server's event loop; `counts` on any thread.
+Used on the server's event loop; `counts` may be read from any thread.
 """
 
 import asyncio
@@ -19,18 +19,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
-from jaxrl_async.endpoint.adapter_admin import AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
 from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
-from jaxrl_async.endpoint.generation import Drawing, Strand
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, Words, chat_answer
+from jaxrl_async.endpoint.generation import Generation, GrowingAnswer
+from jaxrl_async.endpoint.http_answers import AnswerFormat, AnswerHeader, ChatAnswer, chat_answer
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.responses_call import PREFIX
-from jaxrl_async.endpoint.sampling_request import TOO_LONG, Draft, Terms, Wish, drafted
+from jaxrl_async.endpoint.sampling_request import (
+    TOO_LONG,
+    CallerLimits,
+    RequestDraft,
+    SamplingOptions,
+    drafted,
+)
 from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
-from jaxrl_async.endpoint.task_lease import AgentDoor
+from jaxrl_async.endpoint.task_lease import TaskLeases
 from jaxrl_async.errors import (
     Closed,
     DataError,
@@ -40,69 +46,69 @@ from jaxrl_async.errors import (
     TextTooLong,
 )
 from jaxrl_async.host import give_back_memory
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LONG_BODY = 2**16
-"""Bodies with more bytes are parsed by a thread of their own, which tokenizes their texts, too."""
+"""Bodies with more bytes are parsed and tokenised on a separate thread."""
 SHORT_THREADS = 2
-"""Threads for texts of other calls. A tokenizer serves one at a time."""
+"""Threads for texts of other calls. A tokenizer serves one thread at a time."""
 BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
-"""Longest body: so many bytes, and for each token of the longest context so many."""
+"""Maximum size of a body: BODY_LEAST plus BYTES_PER_TOKEN for each token of the longest context."""
 MOST_HELD = 2**30
-"""Bytes of bodies that are held at once: beyond it a long one is told to come back (429). Short
-ones count, but are not refused."""
+"""Maximum bytes of bodies held in memory. Beyond it, long bodies are rejected (429). Short ones
+count, but are not rejected."""
 TRIM_S = 3.0
-"""How long after a long body freed memory is given back to the system, seconds."""
+"""Delay after a long body before freed memory is returned to the system, seconds."""
 BUSY_S = 1.0
-"""When a client that was turned away may try again, seconds."""
+"""Retry-After for a rejected client, seconds."""
 STOPPED_S = 5.0
-"""When a client of a run that stops may see whether it goes on, seconds."""
+"""Retry-After for a client of a run that is stopping, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served: a model, and how it is drawn from."""
+    """The served model and how it is sampled."""
 
     name: str
     generate: Generate
     tokenizer: Tokenizer
-    chat: ChatFormat | None  # None: the tokenizer has no chat template, and chat is refused
-    terms: Terms  # of guests
-    label: str = "weights"  # of the weights, before their version; without a dash
-    streams_early: bool = True  # False: nothing is sent before an answer is whole
+    chat: ChatFormat | None  # None: no chat template; chat calls are rejected
+    terms: CallerLimits  # of guests
+    label: str = "weights"  # prefix of weight versions; without a dash
+    streams_early: bool = True  # False: nothing is sent before an answer is complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLimits:
-    """What the endpoint takes on at once. What is beyond it is refused (429) or cut off."""
+    """Limits of the endpoint. Calls beyond them are rejected (429) or cut off."""
 
-    max_open_calls: int = 1024  # calls that are being answered
-    max_guests: int = 1024  # conversations of guests remembered: named, and as many unnamed
-    guest_idle_s: float = 3600.0  # after which one is forgotten, seconds
-    max_body_bytes: int | None = None  # None: what follows from the longest context
-    body_s: float = 30.0  # longest time for a body to arrive, seconds
-    call_s: float = 3600.0  # longest time for one answer, seconds
-    stall_s: float = 60.0  # longest time that a client may keep an answer from being sent, seconds
-    ping_s: float = 10.0  # a stream is never silent for longer, seconds
+    max_open_calls: int = 1024  # concurrent calls
+    max_guests: int = 1024  # stored conversations of guests: named, and as many unnamed
+    guest_idle_s: float = 3600.0  # idle time after which a conversation is dropped, seconds
+    max_body_bytes: int | None = None  # None: derived from the longest context
+    body_s: float = 30.0  # timeout for a body to arrive, seconds
+    call_s: float = 3600.0  # timeout of one answer, seconds
+    stall_s: float = 60.0  # maximum time for a client to read its answer, seconds
+    ping_s: float = 10.0  # maximum silence of a stream, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointCounts:
-    """What the endpoint has done since the start."""
+    """Counts of the endpoint since the start."""
 
-    calls: int = 0  # that were begun
-    refused: int = 0  # answered with an error of the client's (4xx)
-    busy: int = 0  # of those, because too many were open
-    failed: int = 0  # answered with an error of ours (5xx)
-    capped: int = 0  # that asked for more tokens than there may be
-    disconnected: int = 0  # whose client went away before the answer was there
-    stalled: int = 0  # whose client did not read the answer
-    continued: int = 0  # chat prompts that begin with the tokens of an earlier call
+    calls: int = 0  # started calls
+    refused: int = 0  # answered with a client error (4xx)
+    busy: int = 0  # of those, because too many calls were open
+    failed: int = 0  # answered with a server error (5xx)
+    capped: int = 0  # requested more tokens than allowed
+    disconnected: int = 0  # client disconnected before the answer was ready
+    stalled: int = 0  # client did not read the answer
+    continued: int = 0  # chat prompts that start with the tokens of an earlier call
     opened: int = 0  # chat prompts that were tokenised from the start
 
     def by_name(self) -> dict[str, int]:
@@ -110,7 +116,7 @@ class EndpointCounts:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-class Desk:
+class EndpointService:
     """Serves checked calls."""
 
     def __init__(
@@ -120,23 +126,23 @@ class Desk:
         *,
         sessions: Sessions | None = None,
         guest_keys: tuple[str, ...] = (),
-        door: AgentDoor | None = None,
-        adapters: AdapterDoor | None = None,
+        door: TaskLeases | None = None,
+        adapters: AdapterAdmin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve nobody yet.
+        """Serve nothing yet.
 
         Args:
-            served: what is served.
-            limits: how much at once.
-            sessions: of a run, found by their keys; None: none.
-            guest_keys: keys of callers whose answers become no episode; (): there are none.
-            door: gives tasks to agents outside of the run; None: programs of the run play.
-            adapters: finds them by the model that a guest names; None: any name is the one model's.
-            clock: of idle guests.
+            served: the model to serve.
+            limits: limits of the endpoint.
+            sessions: sessions of a run, found by their keys; None: none.
+            guest_keys: keys of callers whose answers do not become an episode; (): none.
+            door: gives tasks to external agents; None: programs of the run play.
+            adapters: resolves the model that a guest names; None: any name is the one model.
+            clock: for idle guests.
         """
         self.served, self.limits, self.counts = served, limits, EndpointCounts()
-        self.words = Words(
+        self.words = AnswerFormat(
             text_of=served.tokenizer.token_text,
             bytes_of=served.tokenizer.token_bytes,
             decode=served.tokenizer.decode,
@@ -163,14 +169,14 @@ class Desk:
         )
 
     async def close(self) -> None:
-        """End the reading of progress, and what waits for a thread."""
+        """Stop reading progress, and cancel work that waits for a thread."""
         await self._watch.close()
         if self._trimming is not None:
             self._trimming.cancel()
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    # ---- who calls
+    # ---- callers
 
     def session(self, key: str | None) -> PolicySession:
         """Return the session of a key. Raises CallRefused."""
@@ -182,9 +188,9 @@ class Desk:
                 code="invalid_api_key",
             )
         if self._is_guest(key):
-            raise CallRefused("this key is a guest's: it names no session of a run", status=404)
+            raise CallRefused("this is a guest's key: it has no session of a run", status=404)
         if key.startswith(REWARD_KEY):
-            raise CallRefused("this key rewards a session, and does not sample", status=403)
+            raise CallRefused("this key rewards a session, but does not sample", status=403)
         try:
             if self._sessions is None:
                 raise SessionEnded("this key is wrong.")
@@ -193,13 +199,13 @@ class Desk:
             raise CallRefused(str(error), status=401, code="invalid_api_key") from None
 
     def rewarded(self, key: str | None) -> PolicySession:
-        """Return the session that a key rewards. Raises CallRefused, 403 for a key that samples."""
+        """Return the session that a key rewards. Raises CallRefused, 403 for a sampling key."""
         if key is None or self._sessions is None or not key.startswith(REWARD_KEY):
             session = self.session(key)
             raise CallRefused(
                 f"this key samples session {session.label}, and may not reward or end it. Use the "
-                "session's reward key: a command asks for it at POST /v1/session/reward_key "
-                "before its first call, a function has it as reward_key, an agent outside in "
+                "session's reward key: a command requests it at POST /v1/session/reward_key "
+                "before its first call, a function has it as reward_key, an external agent in "
                 "its task",
                 status=403,
             )
@@ -208,12 +214,10 @@ class Desk:
         except SessionEnded as error:
             raise CallRefused(str(error), status=401, code="invalid_api_key") from None
 
-    def door(self) -> AgentDoor:
-        """Return who gives tasks to agents outside. Raises CallRefused if nobody does."""
+    def door(self) -> TaskLeases:
+        """Return the TaskLeases for external agents. Raises CallRefused if there are none."""
         if self._door is None:
-            raise CallRefused(
-                "no agents outside of the run are asked (endpoint.external_agents)", 404
-            )
+            raise CallRefused("external agents are not enabled (endpoint.external_agents)", 404)
         return self._door
 
     def caller(
@@ -224,13 +228,13 @@ class Desk:
         *,
         voice: str | None = None,
     ) -> Caller:
-        """Return who calls with a key. Raises CallRefused.
+        """Return the caller with a key. Raises CallRefused.
 
         Args:
-            key: of a guest or a session.
-            conversation: names one of a guest's conversations; None: nothing is remembered.
-            model: that a guest names; None: the base.
-            voice: names one of a session's players; None: there is one.
+            key: key of a guest or a session.
+            conversation: name of one of a guest's conversations; None: nothing is stored.
+            model: the model that a guest names; None: the base.
+            voice: name of one of a session's players; None: there is only one.
         """
         if key is None or not self._is_guest(key):
             session = self.session(key)
@@ -256,12 +260,12 @@ class Desk:
         return self._members.get(session.key) or Conversations()
 
     def _forget(self, key: str) -> None:
-        """Forget the conversations of a session that has ended."""
+        """Drop the conversations of a session that has ended."""
         self._members.pop(key, None)
 
     def _of_guest(self, key: str, name: str) -> Conversations:
-        """Return a guest's conversation. Those that a response began crowd out each other only:
-        every call without a name begins one."""
+        """Return a guest's conversation. Conversations started by a response are limited
+        separately, because every call without a name starts one."""
         now, limits = self._clock(), self.limits
         guests = self._unnamed if name.startswith(PREFIX) else self._guests
         known = guests.pop((key, name), None)
@@ -281,7 +285,7 @@ class Desk:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Hold a place among the open calls. Raises CallRefused (429) if there is none."""
+        """Hold a slot among the open calls. Raises CallRefused (429) if all are taken."""
         if self._open >= self.limits.max_open_calls:
             raise self._busy(f"{self._open} calls are open")
         self._open += 1
@@ -292,32 +296,32 @@ class Desk:
             self._open -= 1
 
     def _busy(self, why: str) -> CallRefused:
-        """Count a call that has to come again, and return its refusal (429)."""
+        """Count a call that must be retried, and return its error (429)."""
         self.count(busy=1)
         return CallRefused(
-            f"{why}, and no more are taken; try again",
+            f"{why}, and no more are accepted; try again",
             status=429,
             code="rate_limit_exceeded",
             retry_after_s=BUSY_S,
         )
 
-    def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> Heading:
-        """Return what the beginning of an answer says. mark: between the two parts of its id."""
+    def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> AnswerHeader:
+        """Return the heading of an answer. mark: separates the two parts of its id."""
         model = caller.adapter or self.served.name
-        return Heading(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
+        return AnswerHeader(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
 
     @property
     def max_body_bytes(self) -> int:
-        """Longest body of a call."""
+        """Maximum size of a call's body."""
         if self.limits.max_body_bytes is not None:
             return self.limits.max_body_bytes
         return BODY_LEAST + BYTES_PER_TOKEN * self.served.terms.max_length
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
-        """Give a function that takes note of more bytes of a body, as long as the block lasts. It
-        raises CallRefused (429) for a long body if too many are held; a short one counts, but is
-        never refused."""
+        """Yield a function that counts more bytes of a body, until the block ends. It raises
+        CallRefused (429) for a long body if too many bytes are held; a short body counts, but is
+        never rejected."""
         mine = 0
 
         def hold(size: int) -> None:
@@ -336,45 +340,45 @@ class Desk:
                 self._trimming = loop.call_later(TRIM_S, self._trim)
 
     def _trim(self) -> None:
-        """Free what long bodies took, and give it back to the system: errors hold on to it in
-        cycles, and it is scattered over the threads."""
+        """Free the memory of long bodies, and return it to the system: errors hold it in reference
+        cycles, and it is spread over the threads' heaps."""
         self._trimming = None
         self._long.submit(_free)
 
     async def chat_prompt(
         self, caller: Caller, call: ChatCall, *, is_long: bool = False
     ) -> PromptTokens:
-        """Return a chat call's prompt as tokens; is_long: of a long body. Raises CallRefused."""
+        """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
         chat, conversations = self._chat(), caller.conversations
         return await self._prompt(
             caller, lambda: conversations.prompt(chat, call.messages, call.tools), is_long
         )
 
     async def text_prompt(self, caller: Caller, text: str, *, is_long: bool = False) -> IntArray:
-        """Return a text as tokens, with what the tokenizer begins one with; is_long: of a long
-        body. Raises CallRefused."""
+        """Return a text as tokens, with the tokenizer's initial tokens; is_long: for a long body.
+        Raises CallRefused."""
         encode = self.served.tokenizer.encode_prompt
         return await self._prompt(caller, lambda: encode(text, BARE), is_long)
 
     async def _prompt(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
-        """Do the work that makes a prompt's tokens. Raises CallRefused."""
+        """Run the work that tokenises a prompt. Raises CallRefused."""
         try:
             return await self.aside(work, is_long=is_long)
         except TextTooLong as error:
             most = caller.terms.max_length
             refused = CallRefused(
                 f"This model's maximum context length is {most} tokens: {error} Shorten it, or "
-                "begin a new conversation.",
+                "start a new conversation.",
                 code=TOO_LONG,
             )
             caller.exhaust(refused.message, error.token_ids)
             raise refused from None
 
     async def aside(self, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """Do work that takes a while in a thread; it is dropped if the call ends before
-        it begins. is_long: of a long body, behind which no other call waits.
+        """Run slow work in a thread; it is dropped if the call ends before it starts. is_long: for
+        a long body, which uses a separate thread and blocks no other call.
 
-        Raises CallRefused for what a chat format cannot hold, and TextTooLong.
+        Raises CallRefused for messages that a chat format does not support, and TextTooLong.
         """
         pool = self._long if is_long else self._short
         try:
@@ -393,25 +397,25 @@ class Desk:
 
     @asynccontextmanager
     async def drawing(
-        self, caller: Caller, token_ids: IntArray, wish: Wish, *, parts: bool
-    ) -> AsyncIterator[Drawing]:
-        """Draw the answers of a call; what is not done when the block is left is ended.
+        self, caller: Caller, token_ids: IntArray, wish: SamplingOptions, *, parts: bool
+    ) -> AsyncIterator[Generation]:
+        """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
-            caller: who asks.
+            caller: the caller.
             token_ids: [prompt] int32.
-            wish: what is asked.
-            parts: whether the answers are wanted bit by bit.
+            wish: the call's sampling parameters.
+            parts: whether the answers are streamed.
         """
         try:
-            draft: Draft = drafted(wish, caller.terms, len(token_ids))
+            draft: RequestDraft = drafted(wish, caller.terms, len(token_ids))
         except CallRefused as refused:
             if refused.code == TOO_LONG:
                 caller.exhaust(refused.message, token_ids)
             raise
         self.count(capped=draft.capped)
         watches = self.served.streams_early and (parts or bool(wish.stops))
-        drawing = Drawing(
+        drawing = Generation(
             caller,
             token_ids,
             draft,
@@ -426,11 +430,11 @@ class Desk:
             await drawing.close()
 
     async def said(
-        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: Strand
+        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
     ) -> ChatAnswer:
-        """Return a finished answer as a message, and remember it."""
+        """Return a finished answer as a message, and store it."""
         answer, chat = strand.answer, self._chat()
-        assert answer is not None, "it is finished"
+        assert answer is not None, "the answer is finished"
         drawn = answer.completion.token_ids
         message = await self.aside(lambda: chat.message(drawn, call.tools))
         said = chat_answer(answer, message, reads_tools=call.reads_tools)
@@ -438,7 +442,7 @@ class Desk:
         caller.talked(call.messages, said.message())
         return said
 
-    async def so_far(self, call: ChatCall, strand: Strand) -> Mapping[str, Any]:
+    async def so_far(self, call: ChatCall, strand: GrowingAnswer) -> Mapping[str, Any]:
         """Return an unfinished answer as a message."""
         chat = self._chat()
         return await self.aside(lambda: chat.message(strand.token_ids, call.tools))
@@ -450,7 +454,7 @@ def _free() -> None:
 
 
 def refusal_of(error: BaseException) -> CallRefused:
-    """Return what a client is told of an error that ended its call."""
+    """Convert an error that ended a call to the error for its client."""
     match error:
         case CallRefused():
             return error

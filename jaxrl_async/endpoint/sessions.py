@@ -1,13 +1,14 @@
-"""Sessions: members of groups that are played by somebody else, who only asks for completions.
+"""Sessions: members of groups that are played by an external caller, who only sends completion
+requests.
 
     Sessions.open ─> PolicySession ─key─> an agent ──draw──> Generate
                           │ Trace            (an endpoint finds the session by its key)
                           v
                        Episode  <── reward, finish, or a limit
 
-A session belongs to no thread: `draw` runs on whichever event loop calls it, everything else on any
-thread. It ends once: by `finish`, by its owner, or by a time limit. What comes later is refused
-with the reason.
+A session is not bound to a thread: `draw` runs on the event loop that calls it, and all other
+methods are thread safe. It ends once: by `finish`, by its owner, or by a time limit. Later calls
+are rejected with the reason.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ import numpy as np
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.call_log import Trace, cut_completion
 from jaxrl_async.rollout.episode import check_kept, make_request, unplayed_episode
 from jaxrl_async.types import (
@@ -47,40 +48,40 @@ from jaxrl_async.types import (
 log = logging.getLogger(__name__)
 
 FINISHED = "it was finished"
-"""Reason of a session that ended as it should."""
+"""End reason of a session that finished normally."""
 GAVE_UP = "its agent gave it up: "
-"""How the reason begins of a session that its agent could not play."""
+"""Prefix of the end reason of a session that its agent could not play."""
 STOPPING = "the run is stopping"
-"""Reason of a session that its run ended."""
+"""End reason of a session that its run ended."""
 REWARD_KEY = "reward-"
-"""How the keys begin that reward."""
+"""Prefix of reward keys."""
 KEY_BYTES = 24
 """Random bytes of a session's key."""
 MAX_PARTS = 64
-"""Most named components of a session's reward."""
+"""Maximum number of named components of a session's reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What one session may take. Reaching a number of calls or tokens ends its episode as cut off
-    (StopReason.LENGTH); a time limit fails its member."""
+    """Limits of one session. Reaching the number of calls or tokens ends its episode as cut off
+    (StopReason.LENGTH); reaching a time limit fails its member."""
 
     max_calls: int = 256
-    max_tokens: int = 262_144  # in all contexts of the episode: what is read anew, and drawn
-    idle_s: float = 600.0  # longest time without a call, seconds; calls being drawn do not count
+    max_tokens: int = 262_144  # in all contexts of the episode: newly read, and sampled
+    idle_s: float = 600.0  # maximum time without a call, seconds; running calls do not count
     total_s: float = 3600.0
-    # the caller chooses temperature, top-k ..., and a seed. False, as in training: the run's own
-    # distribution holds, and what a caller asks for instead is counted
+    # Whether the caller may choose temperature, top-k ..., and a seed. False, as in training: the
+    # run's distribution applies, and other requested values are counted.
     own_sampling: bool = False
-    max_reward: float = 100.0  # largest reward or part of one that a call gives it, either sign
+    max_reward: float = 100.0  # maximum absolute value of a reward or of one of its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlace:
-    """Which member of which group a session plays."""
+    """The group and member that a session plays."""
 
     prompt: Prompt
-    label: str  # the group's part of its requests' ids: "g5"
+    label: str  # the group's part of its request ids: "g5"
     member: int = 0
 
     def __str__(self) -> str:
@@ -89,15 +90,15 @@ class SessionPlace:
 
 @dataclass(slots=True, kw_only=True)
 class _Given:
-    """What callers have said about a session's worth."""
+    """The rewards that callers have sent for a session."""
 
-    reward: float | None = None  # of the whole
+    reward: float | None = None  # of the whole session
     parts: dict[str, float] = field(default_factory=dict)
     of_calls: dict[int, float] = field(default_factory=dict)  # by call number
 
 
 class PolicySession:
-    """One member of a group, played by whoever knows its key. Any thread."""
+    """One member of a group, played by any caller with its key. Thread safe."""
 
     def __init__(
         self,
@@ -115,16 +116,16 @@ class PolicySession:
         Args:
             generate: the sampler.
             place: the member.
-            limits: how answers are drawn, and how long each sequence may become.
-            bounds: what the whole session may take.
-            key: how callers name it; None: an unguessable one.
-            clock: of its time limits.
-            run_stops: whether the run is stopping: then this is why it ends, whoever ends it.
+            limits: sampling settings, and the maximum length of each sequence.
+            bounds: limits of the whole session.
+            key: key for callers; None: an unguessable one.
+            clock: clock of its time limits.
+            run_stops: whether the run is stopping, which then is the reason for its end.
         """
         self.key = key if key is not None else secrets.token_urlsafe(KEY_BYTES)
         self.reward_key = REWARD_KEY + secrets.token_urlsafe(KEY_BYTES)
-        """Gives the session its reward and ends it; never `key`: code that the policy has written
-        may have that one."""
+        """Rewards and ends the session. Differs from `key`, because code written by the policy may
+        have that one."""
         self.place, self.limits, self.bounds = place, limits, bounds
         self._generate, self._clock, self._run_stops = generate, clock, run_stops
         self._lock = threading.Lock()
@@ -142,7 +143,7 @@ class PolicySession:
         self._drawing_s = 0.0
         self._opened_at = self._last_use = self._drawing_since = clock()
 
-    # ---- what callers may know
+    # ---- read by callers
 
     @property
     def prompt(self) -> Prompt:
@@ -151,30 +152,30 @@ class PolicySession:
 
     @property
     def label(self) -> str:
-        """Which member it is, for people: "g5/m2"."""
+        """Name of its member for messages: "g5/m2"."""
         return str(self.place)
 
     @property
     def ended(self) -> str | None:
-        """Why it ended; None: it is open."""
+        """The reason for its end; None: it is open."""
         return self._ended
 
     @property
     def exhausted(self) -> str | None:
-        """Which limit of calls or tokens refused a call; None: none did."""
+        """The limit of calls or tokens that rejected a call; None: none was reached."""
         return self._exhausted
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have begun, cancelled ones included."""
+        """Number of calls that have started, including cancelled ones."""
         return self._trace.num_calls
 
     @property
     def drew(self) -> bool:
-        """Whether any call has drawn something."""
+        """Whether any call has sampled tokens."""
         return self._trace.num_turns > 0
 
-    # ---- what callers do
+    # ---- calls
 
     async def draw(
         self,
@@ -189,27 +190,27 @@ class PolicySession:
         began: Callable[[str], None] | None = None,
         voice: str = "",
     ) -> Completion:
-        """Draw what follows these tokens, [prompt] int32, and record it. On any event loop.
+        """Sample a continuation of these tokens, [prompt] int32, and record it. On any event loop.
 
-        If the caller's task is cancelled, so is the call: nobody has seen its tokens, and nothing
-        of it is learnt.
+        If the caller's task is cancelled, so is the call: its tokens were not seen, and are not
+        trained on.
 
         Args:
-            token_ids: the whole context; where it begins with all of an earlier call's prompt and
+            token_ids: the whole context. If it starts with all of an earlier call's prompt and
                 completion, token for token, it continues that sequence.
-            max_new_tokens: at most so many; None, and where it is more: the run's own limit.
-            stop_token_ids: end the completion, beside the run's own.
+            max_new_tokens: maximum number of tokens, capped by the run's limit; None: that limit.
+            stop_token_ids: end the completion, in addition to the run's.
             sampling: the distribution, in a session with own_sampling; else it is counted.
-            seed: for the same tokens each time, in a session with own_sampling; else it is counted.
-            cut: given the drawn tokens, returns how many of them count; None: all. For texts that
-                end an answer. The rest is as if it had never been drawn.
-            early: set to the beginning of the completion by whoever sees in Generate.progress that
-                it ends there; its slot is free at the next block.
+            seed: makes sampling reproducible, in a session with own_sampling; else it is counted.
+            cut: given the sampled tokens, returns how many of them count; None: all. For stop
+                strings. The other tokens are discarded.
+            early: set to the first part of the completion by a watcher of Generate.progress that
+                finds its end there; its slot becomes free at the next block.
             began: called with the request's id before it is queued.
-            voice: who of the episode's players asks; empty: there is one.
+            voice: the player of the episode that calls; empty: there is only one.
 
-        Raises SessionEnded if the session has ended or ends meanwhile (Closed where the run stops),
-        SessionLimit if it may not draw any more, RolloutError for a request that cannot be served.
+        Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
+        SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
         request, number = self._begin(
             token_ids, max_new_tokens, stop_token_ids, sampling, seed, voice
@@ -235,15 +236,15 @@ class PolicySession:
         return completion
 
     def tell_reward_key(self) -> str:
-        """Return the key that rewards it: once, and before its first call, when nobody has run
-        anything yet that the policy has written. Raises RolloutError afterwards."""
+        """Return the reward key: once, and before the first call, while no code written by the
+        policy has run. Raises RolloutError afterwards."""
         with self._lock:
             self._check_open()
             if self._told_reward_key or self._trace.num_calls:
-                why = "it was told before" if self._told_reward_key else "calls were made"
+                why = "it was returned before" if self._told_reward_key else "calls were made"
                 raise RolloutError(
-                    f"session {self.label}: {why}, and the key that rewards it is told once, "
-                    "before its first call. Ask for it first."
+                    f"session {self.label}: {why}, and the reward key is returned only once, "
+                    "before the first call. Request it first."
                 )
             self._told_reward_key = True
             return self.reward_key
@@ -251,16 +252,16 @@ class PolicySession:
     def reward(
         self, value: float, *, parts: Mapping[str, float] | None = None, call: str | None = None
     ) -> None:
-        """Set the reward of the session, or of one call; saying it again replaces it.
+        """Set the reward of the session, or of one call; a later value replaces it.
 
         Args:
             value: from -max_reward to max_reward (SessionLimits).
-            parts: its named components, each such a number. Only for the whole session.
-            call: Completion.request_id of the call; its last drawn token gets the reward. None: of
+            parts: its named components, within the same range. Only for the whole session.
+            call: Completion.request_id of the call; its last sampled token gets the reward. None:
                 the whole session.
 
-        Raises SessionEnded, and RolloutError for a number beyond that, too many parts, or a call
-        that did not draw.
+        Raises SessionEnded, and RolloutError for a value out of range, too many parts, or a call
+        without sampled tokens.
         """
         most = self.bounds.max_reward
         value = _bounded("reward", value, most)
@@ -276,21 +277,21 @@ class PolicySession:
             number = call.removeprefix(f"{self.label}/t")
             if not number.isdecimal() or not self._trace.drew(int(number)):
                 raise RolloutError(
-                    f"session {self.label}: {call[:60]!r} is no call that has drawn something. "
-                    "Give the id of one of this session's completions."
+                    f"session {self.label}: {call[:60]!r} is not a call that has sampled tokens. "
+                    "Use the id of one of this session's completions."
                 )
             self._given.of_calls[int(number)] = value
 
     def talked(self, asked: Sequence[Message], answer: Message, voice: str = "") -> None:
-        """Take note of a voice's chat call and its answer, for reward functions: the latest call's
-        messages count, and what the first was asked is the beginning."""
+        """Record a voice's chat call and its answer, for reward functions. The latest call's
+        messages are kept; the first call's messages are the opening."""
         with self._lock:
             first, _ = self._talks.pop(voice, (tuple(asked), ()))
             self._talks[voice] = (first, (*asked, answer))
 
     def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
-        """Take note that a call was refused for this limit before it came here: the episode then
-        ends as cut off. token_ids: the call's, [prompt] int32, if they left no room."""
+        """Record that a call was rejected for this limit before it reached the session: the episode
+        then ends as cut off. token_ids: the call's, [prompt] int32, if they left no room."""
         with self._lock:
             self._exhausted = self._exhausted or limit
             self._refused = token_ids if self._refused is None else self._refused
@@ -303,13 +304,12 @@ class PolicySession:
         """End the session as done. Idempotent."""
         self.end(FINISHED)
 
-    # ---- what its owner does
+    # ---- used by its owner
 
     def end(self, reason: str) -> None:
-        """End it for this reason: calls that are being drawn are cancelled, later ones refused.
-        Idempotent."""
+        """End it with this reason: running calls are cancelled, later ones rejected. Idempotent."""
         if reason != FINISHED and self._run_stops():
-            reason = STOPPING  # its group is given up since another member was told so first
+            reason = STOPPING  # the stop has failed another member of its group first
         with self._lock:
             if self._ended is not None:
                 return
@@ -322,8 +322,8 @@ class PolicySession:
             callback(reason)
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call a function once with the reason when it has ended, or now if it has; on the thread
-        that ends it."""
+        """Call a function once with the end reason when it has ended, or now if it has; on the
+        thread that ends it."""
         with self._lock:
             if self._ended is None:
                 self._on_end.append(callback)
@@ -337,7 +337,7 @@ class PolicySession:
             return self._remaining()[0]
 
     def expire(self) -> bool:
-        """End it if a time limit is over; return whether this call ended it."""
+        """End it if a time limit is reached; return whether this call ended it."""
         with self._lock:
             left, reason = self._remaining()
         if left > 0:
@@ -346,18 +346,18 @@ class PolicySession:
         return True
 
     def drawing_s(self) -> float:
-        """Return for how long at least one of its calls was being drawn, seconds."""
+        """Return the time during which at least one of its calls was running, seconds."""
         with self._lock:
             running = self._clock() - self._drawing_since if self._trace.num_drawing else 0.0
             return self._drawing_s + running
 
     def drawn_versions(self) -> IntArray:
-        """Return the versions of the tokens that its finished calls have drawn, [drawn] int32."""
+        """Return the versions of the tokens of its finished calls, [drawn] int32."""
         with self._lock:
             return self._trace.drawn_versions()
 
     def counts(self) -> "SessionCounts":
-        """Return what its callers have done so far."""
+        """Return the counts of its calls so far."""
         with self._lock:
             return SessionCounts(
                 calls=self._asked,
@@ -368,12 +368,12 @@ class PolicySession:
             )
 
     def episode(self, *, stop: StopReason | None = None) -> Episode:
-        """Return what was drawn as an episode, with the score that was given, if one was.
+        """Return the sampled contexts as an episode, with the score if there is one.
 
-        stop: why it ended; None: LENGTH if it was exhausted, else as its last call.
+        stop: its stop reason; None: LENGTH if it was exhausted, else that of its last call.
 
-        Raises RolloutError if it drew nothing, unless its first call left no room for an answer:
-        that call is then the episode.
+        Raises RolloutError if it has no sampled tokens, unless its first call left no room for an
+        answer: that call is then the episode.
         """
         with self._lock:
             if not self._trace.num_turns and self._refused is not None:
@@ -381,8 +381,8 @@ class PolicySession:
             if not self._trace.num_turns:
                 raise RolloutError(
                     f"session {self.label}, prompt {self.prompt.prompt_id}: it ended "
-                    f"({self._ended or 'while open'}) and no call drew anything. Let the program "
-                    "use the address and key that it is given."
+                    f"({self._ended or 'while open'}) and no call sampled any token. Let the "
+                    "program use the address and key that it receives."
                 )
             if stop is None:
                 stop = StopReason.LENGTH if self._exhausted is not None else self._trace.stop
@@ -393,7 +393,7 @@ class PolicySession:
             return replace(episode, score=self._score(tokens))
 
     def episode_of(self, voice: str) -> Episode | None:
-        """Return what one voice drew as an episode without a score; None: it drew nothing."""
+        """Return one voice's contexts as an episode without a score; None: no sampled tokens."""
         with self._lock:
             stop = self._trace.stop_of(voice)
             if stop is None:
@@ -413,11 +413,11 @@ class PolicySession:
 
     @property
     def too_long(self) -> bool:
-        """Whether it drew nothing since its first call left no room for an answer."""
+        """Whether it has no sampled tokens because its first call left no room for an answer."""
         return self._refused is not None and not self.drew
 
     def _score(self, tokens: FloatArray | None) -> Score | None:
-        """Return what callers gave, with rewards of calls [length]; None: they gave nothing."""
+        """Return the callers' score, with rewards of calls [length]; None: they sent none."""
         if self._given.reward is None and tokens is None:
             return None
         reward, parts = self._given.reward or 0.0, dict(self._given.parts)
@@ -434,7 +434,7 @@ class PolicySession:
         seed: int | None,
         voice: str,
     ) -> tuple[Request, int]:
-        """Check that a call may be made and take note of it."""
+        """Check that a call is allowed, and register it."""
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
             raise RolloutError(
@@ -477,12 +477,12 @@ class PolicySession:
             raise self._end_error()
 
     def _end_error(self) -> JaxrlError:
-        """Return what a call is told that came too late."""
+        """Return the error of a call that came too late."""
         text = f"session {self.label} has ended: {self._ended}."
         return Closed(text) if self._ended == STOPPING else SessionEnded(text)
 
     def _check_limits(self, tokens: IntArray) -> None:
-        """Raise SessionLimit if no further token may be drawn after these, [prompt] int32."""
+        """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
         limit, length = "", len(tokens)
         if self._trace.num_calls >= self.bounds.max_calls:
             limit = f"it has made {self.bounds.max_calls} calls (max_calls)"
@@ -496,10 +496,10 @@ class PolicySession:
             self._refused = tokens if self._refused is None else self._refused
         if limit:
             self._exhausted = self._exhausted or limit
-            raise SessionLimit(f"session {self.label} may not draw: {limit}.")
+            raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
 
     def _wait_for(self, number: int, future: "asyncio.Future[Completion]") -> None:
-        """Let `end` cancel this future."""
+        """Register this future so that `end` cancels it."""
         with self._lock:
             if self._ended is None:
                 self._waiting[number] = (asyncio.get_running_loop(), future)
@@ -518,7 +518,7 @@ class PolicySession:
     def _record(self, number: int, completion: Completion, *, is_cut: bool) -> None:
         with self._lock:
             self._waiting.pop(number, None)
-            if self._ended is not None:  # just now: nobody will see these tokens
+            if self._ended is not None:  # ended just now: these tokens are not used
                 self._trace.cancel(number)
                 self._cancelled += 1
                 raise self._end_error()
@@ -532,30 +532,30 @@ class PolicySession:
             self._drawing_s += self._last_use - self._drawing_since
 
     def _remaining(self) -> tuple[float, str]:
-        """Return the seconds until a time limit is over, and which."""
+        """Return the seconds until a time limit is reached, and its end reason."""
         if self._ended is not None:
             return math.inf, ""
         now, bounds = self._clock(), self.bounds
         total = self._opened_at + bounds.total_s - now
         idle = math.inf if self._trace.num_drawing else self._last_use + bounds.idle_s - now
         if idle < total:
-            return max(idle, 0.0), f"nothing was asked of it for {bounds.idle_s:g} s (abandoned)"
+            return max(idle, 0.0), f"it received no call for {bounds.idle_s:g} s (abandoned)"
         return max(total, 0.0), f"it took more than {bounds.total_s:g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCounts:
-    """What callers have done, over some sessions."""
+    """Counts of calls, over some sessions."""
 
-    calls: int = 0  # that began
-    cancelled_calls: int = 0  # of which nothing was seen
+    calls: int = 0  # started
+    cancelled_calls: int = 0  # whose tokens were not used
     cut_calls: int = 0  # that ended before the sampler's last token
-    overridden_calls: int = 0  # that asked for another distribution, or for a seed
+    overridden_calls: int = 0  # that requested another distribution, or a seed
     late_calls: int = 0  # after the session's end
 
 
 class Sessions:
-    """The sessions that are open, by key; bounded. Any thread."""
+    """The open sessions, by key, up to a maximum number. Thread safe."""
 
     def __init__(
         self,
@@ -567,15 +567,15 @@ class Sessions:
         """Open none yet.
 
         Args:
-            max_open: most sessions at a time.
-            clock: of their time limits.
+            max_open: maximum number of open sessions.
+            clock: clock of their time limits.
             count: called with the name and number of faults (metrics/fault_counts.py).
         """
         self._max_open, self._clock, self._count = max_open, clock, count
         self._lock = threading.Lock()
         self._open: dict[str, PolicySession] = {}  # by key
-        self._rewarded: dict[str, PolicySession] = {}  # by the key that rewards
-        self._past: OrderedDict[str, str] = OrderedDict()  # why the last ones ended, by key
+        self._rewarded: dict[str, PolicySession] = {}  # by reward key
+        self._past: OrderedDict[str, str] = OrderedDict()  # end reasons of past sessions, by key
         self._closed = False
 
     def open(
@@ -605,19 +605,19 @@ class Sessions:
                 raise Closed(f"no session may be opened: {STOPPING}")
             if len(self._open) >= self._max_open:
                 raise RolloutError(
-                    f"{self._max_open} sessions are open, and no more may be (max_open). End some, "
+                    f"{self._max_open} sessions are open, the maximum (max_open). End some, "
                     "or raise it."
                 )
             if session.key in self._open:
-                raise RolloutError(f"the key of session {session.label} is that of another one")
+                raise RolloutError(f"the key of session {session.label} is already in use")
             self._open[session.key] = session
             self._rewarded[session.reward_key] = session
         session.on_end(lambda reason: self._forget(session, reason))
         return session
 
     def find(self, key: str) -> PolicySession:
-        """Return the open session of this key. Raises SessionEnded, with the reason if there was
-        one of this key not long ago, and Closed after `close`."""
+        """Return the open session of this key. Raises SessionEnded, with the reason if a session
+        with this key ended recently, and Closed after `close`."""
         return self._found(self._open, key)
 
     def find_rewarded(self, reward_key: str) -> PolicySession:
@@ -654,7 +654,7 @@ class Sessions:
         return sum(session.expire() for session in self.all())
 
     def close(self) -> None:
-        """End all sessions: the run is stopping. No more can be opened. Idempotent."""
+        """End all sessions because the run is stopping. No more can be opened. Idempotent."""
         with self._lock:
             self._closed = True
         for session in self.all():
@@ -670,7 +670,7 @@ class Sessions:
 
 
 def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
-    """Return the parts of a reward. Raises RolloutError for a name or number that none can have."""
+    """Check the parts of a reward. Raises RolloutError for an invalid name or number."""
     if len(parts) > MAX_PARTS:
         raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")
     named = {
@@ -679,8 +679,8 @@ def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
     for name in named:
         if name != part_name(name) or names_a_metric(name):
             raise RolloutError(
-                f"a reward cannot have a part named {name!r:.60}: it would not be a metric's name, "
-                "or another metric's. Rename it."
+                f"a reward cannot have a part named {name!r:.60}: it is not a valid metric name, "
+                "or the name of another metric. Rename it."
             )
     if not 0 <= named.get(CORRECT, 0.0) <= 1:
         raise RolloutError(f"the part {CORRECT!r} of a reward must be from 0 to 1.")
@@ -688,12 +688,12 @@ def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
 
 
 def _bounded(name: str, value: float, most: float) -> float:
-    """Return a number as a float. Raises RolloutError if it is none, or larger than `most`."""
+    """Return a number as a float. Raises RolloutError if it is not one, or exceeds `most`."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or not abs(value) <= most:  # NaN is not, either
+    if not is_number or not abs(value) <= most:  # also rejects NaN
         raise RolloutError(
             f"the {name} of a session must be a number from {-most:g} to {most:g}, not "
-            f"{value!r:.60}. Correct what gives it, or raise endpoint.max_reward."
+            f"{value!r:.60}. Correct its source, or raise endpoint.max_reward."
         )
     return float(value)
 
@@ -701,8 +701,8 @@ def _bounded(name: str, value: float, most: float) -> float:
 async def _first_of(
     future: "asyncio.Future[Completion]", early: "asyncio.Future[Completion]"
 ) -> Completion:
-    """Return what the sampler gives, or the beginning of it that is given first; cancel the rest of
-    the call then."""
+    """Return the sampler's completion, or its first part if that is set first; then cancel the rest
+    of the call."""
     await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
     if future.done():
         return future.result()
@@ -711,7 +711,7 @@ async def _first_of(
 
 
 def _is_cancelled() -> bool:
-    """Return whether the task that runs is being cancelled itself."""
+    """Return whether the current task itself is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -720,5 +720,5 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) ->
     """Call a function on a loop's own thread, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(function)
-    except RuntimeError:  # it is closed, and its tasks with it
+    except RuntimeError:  # the loop is closed, and its tasks with it
         log.debug("the loop of a session's call is closed")

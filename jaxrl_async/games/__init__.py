@@ -1,1 +1,1 @@
-"""Wing: games of several seats, and who plays against the policy (seats)."""
+"""Wing: games of several seats, and the other players (seats)."""

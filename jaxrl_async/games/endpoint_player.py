@@ -1,6 +1,6 @@
-"""A player behind somebody else's OpenAI-compatible endpoint. Needs no JAX.
+"""A player behind a third-party OpenAI-compatible endpoint. Needs no JAX.
 
-It works on the loop for user code, so that training and evaluation share connections and limits.
+It works on the loop for user code, so training and evaluation share connections and limits.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from jaxrl_async.types import Message, Prompt
 log = logging.getLogger(__name__)
 
 MARGIN_S = 10.0
-"""Time beside all calls and waits for the loop's own work, seconds."""
+"""Time in addition to all calls and waits, for the loop's own work, seconds."""
 SEEDS = 2**31
-"""Seeds that an endpoint is sent are below it."""
+"""Upper bound of the seeds sent to an endpoint."""
 
 
-class EndpointDesk:
-    """Asks one endpoint for all messages of one filling. Any thread may ask."""
+class PlayerEndpoint:
+    """Sends all messages of one filling to one endpoint. Thread safe."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class EndpointDesk:
 
         Args:
             filling: the endpoint, its limits and retries.
-            path: of the setting, for errors.
+            path: name of the setting, for error messages.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: the run's; None: of its own.
-            environ: where the API key is.
+            outages: Outages of the run; None: a new object.
+            environ: environment variables with the API key.
         """
         self._filling, self._path, self._count = filling, path, count
         self._outages = outages or Outages(count=count)
@@ -56,7 +56,7 @@ class EndpointDesk:
         if filling.key_env is not None and not (key := environ.get(filling.key_env)):
             raise ConfigError(
                 f"{path}.key_env = {filling.key_env}: the environment has no such variable, or it "
-                "is empty. Export it where the run is started."
+                "is empty. Export it in the shell that starts the run."
             )
         elif filling.key_env is not None:
             self._key = key
@@ -66,8 +66,7 @@ class EndpointDesk:
         self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
 
     async def reply(self, messages: Sequence[Message], seed: int) -> JudgeReply:
-        """Return the endpoint's next message, in an outage once that is over. Raises
-        RolloutError."""
+        """Return the endpoint's next message; an outage is waited out. Raises RolloutError."""
         filling = self._filling
         limits = {"temperature": filling.temperature, "max_tokens": filling.max_tokens}
         body = {
@@ -86,8 +85,8 @@ class EndpointDesk:
                 outcome = await run_async(lambda: self._tried(body), limit_s)
             except TooLate:
                 raise RolloutError(
-                    f"{self._path}: no message within {limit_s:g} s, all repeats included. Raise "
-                    f"{self._path}.concurrency, or take a quicker endpoint."
+                    f"{self._path}: no message within {limit_s:g} s, including all retries. Raise "
+                    f"{self._path}.concurrency, or use a faster endpoint."
                 ) from None
             reply: JudgeReply = outcome.get()
             return reply
@@ -99,7 +98,7 @@ class EndpointDesk:
         """Close the connections. Idempotent."""
         client, self._client = self._client, None
         if client is not None:
-            with suppress(Exception):  # whatever a connection says while it is closed
+            with suppress(Exception):  # closing a connection may raise anything
                 start_async(client.close).result(MARGIN_S)
 
     async def _tried(self, body: Mapping[str, Any]) -> JudgeReply:
@@ -114,12 +113,12 @@ class EndpointDesk:
                 if error.wait_s is not None:
                     wait_s = min(error.wait_s, self._filling.timeout_s)
                     self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
-                log.info("%s is asked again in %.1f s: %s", self._path, wait_s, error)
+                log.info("retrying %s in %.1f s: %s", self._path, wait_s, error)
             await asyncio.sleep(wait_s)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _asked(self, body: Mapping[str, Any]) -> JudgeReply:
-        """Make one call, when there is a place and the endpoint has not asked for a pause."""
+        """Make one call, once a slot is free and the endpoint asks for no pause."""
         async with self._slots:
             while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
@@ -143,10 +142,10 @@ class EndpointDesk:
 
 
 class EndpointPlayer:
-    """A ports.Player that another server's model plays."""
+    """A ports.Player played by another server's model."""
 
-    def __init__(self, desk: EndpointDesk, filling: FillingSection, seat: str, seed: int) -> None:
-        """Play a seat through a desk. seed: the run's."""
+    def __init__(self, desk: PlayerEndpoint, filling: FillingSection, seat: str, seed: int) -> None:
+        """Play a seat through `desk`. seed: the run's seed."""
         self.name = name_of_filling(filling)
         self._desk, self._seat, self._seed = desk, seat, seed
 
@@ -159,12 +158,12 @@ class EndpointPlayer:
         member: int,
         turn: int,
     ) -> Message:
-        """See ports.Player. Raises RolloutError, also where there are tools: only texts are
-        asked for."""
+        """See ports.Player. Raises RolloutError, also if there are tools: only text is
+        requested."""
         if tools:
             raise RolloutError(
-                f"seat {self._seat} has tools, which an endpoint's player does not call. Fill it "
-                "by weights ({model: DIR})."
+                f"seat {self._seat} has tools, which an endpoint player does not call. Fill it "
+                "with weights ({model: DIR})."
             )
         words = ("endpoint", self._seat, prompt.position, member, turn)
         reply = await self._desk.reply(messages, int(chance(self._seed, *words) * SEEDS))

@@ -1,13 +1,13 @@
-"""A game of several seats as one member of a group: the policy's seats in tokens, each an episode.
+"""A game of several seats as one member of a group. Each seat of the policy becomes an episode.
 
-    Game.reset/step ──who moves, told what──> seats of the policy ──Request──> sampler
-          ^                                   seats of others     ──Player.answer
+    Game.reset/step ──who moves, its messages──> seats of the policy ──Request──> sampler
+          ^                                      seats of others     ──Player.answer
           └─────────────── messages ───────────────────┘
     at the end: an Episode for each seat of the policy, with peers that say whom it is compared with
 
-Seats that move at the same time are drawn at the same time. What the policy drew is never tokenised
-again; a seat whose history the chat format rewrites gets a new context. A turn that a limit cuts
-off ends the game.
+Seats that move in the same round are sampled at the same time. Generated tokens are never tokenised
+again; a seat whose history the chat format rewrites gets a new context. A turn that is cut off by a
+limit ends the game.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Player, Reply
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
     record_of,
@@ -64,20 +64,20 @@ from jaxrl_async.types import (
 log = logging.getLogger(__name__)
 
 SEAT_BRANCH = 2**16
-"""Request.branch of a seat's first request, times the seat's number: seats that hold the same
-tokens draw by other random numbers."""
+"""Multiplied by a seat's number, Request.branch of the seat's first request. Seats that hold the
+same tokens thus sample with different random numbers."""
 SeatsOf = Callable[[Prompt], Mapping[str, Player]]
-"""Who fills the seats that the policy does not, by seat."""
+"""Returns the players of the seats that the policy does not fill, by seat."""
 
 
 def policy_everywhere(prompt: Prompt) -> Mapping[str, Player]:
-    """Return that the policy fills all seats."""
+    """Return no players: the policy fills all seats."""
     return {}
 
 
 @dataclass(slots=True, kw_only=True)
 class _Seat:
-    """One seat's conversation; of the policy's also its tokens."""
+    """One seat's conversation; for the policy's seats also the tokens."""
 
     name: str
     number: int
@@ -86,21 +86,21 @@ class _Seat:
     first: IntArray | None = None  # the tokens of its first turn's context
     tokens: IntArray = field(default_factory=lambda: NOTHING)  # of the current context
     turns: list[Turn] = field(default_factory=list)
-    calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # as branch_after takes
-    moved: int = 0  # turns, whoever made them
-    asked: int = 0  # messages before its first own
+    calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # for branch_after
+    moved: int = 0  # turns so far, by any player
+    asked: int = 0  # messages before its own first one
     stop: StopReason = StopReason.EOS
     early: Score = field(default_factory=lambda: Score(reward=0.0))  # before its first turn
 
     def say(self, message: Message) -> None:
-        """Add its own message to its conversation."""
+        """Add the seat's own message to its conversation."""
         if not self.moved:
             self.asked = len(self.messages)
         self.messages.append(message)
         self.moved += 1
 
     def earn(self, reward: float, parts: Mapping[str, float]) -> None:
-        """Credit a reward to its last turn; before the first, to the whole episode."""
+        """Credit a reward to the seat's last turn; before its first turn, to the whole episode."""
         if not self.turns:
             self.early = sum_of(self.early, reward, parts)
             return
@@ -123,9 +123,9 @@ class GameEnvs:
         """Make it.
 
         Args:
-            chat: the policy's format, the limits, and how a user's functions are called.
+            chat: the policy's format, the limits, and the way to call a user's functions.
             make: makes a game.
-            seats_of: who fills seats in the policy's place.
+            seats_of: returns the players of seats that the policy does not fill.
         """
         self.chat, self.make, self.seats_of = chat, make, seats_of
 
@@ -134,7 +134,7 @@ class GameEnvs:
         return GameMember(self)
 
     async def begun(self, prompt: Prompt) -> tuple[Game, Round]:
-        """Make a game and reset it, at most env.retries times again. Raises RolloutError."""
+        """Make a game and reset it, with at most env.retries retries. Raises RolloutError."""
 
         async def once() -> CallOutcome:
             game = value_of(await self.chat.call(self.make), "constructor")
@@ -161,7 +161,7 @@ class GameMember:
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """Raise RolloutError: a game takes its turns itself."""
+        """Raise RolloutError: a game plays its turns itself."""
         raise RolloutError(f"prompt {prompt.prompt_id}: a game plays its whole episode itself.")
 
     async def play(
@@ -174,10 +174,10 @@ class GameMember:
         limits: EpisodeLimits,
         spent_s: Callable[[float], None],
     ) -> tuple[Episode, ...]:
-        """Play the game; return an episode for each seat of the policy that moved, in the order of
-        the seats (ports.Plays).
+        """Play the game; return an episode for each policy seat that moved, in the order of the
+        seats (ports.Plays).
 
-        Raises RolloutError where the game or a player fails, and if the policy never moves.
+        Raises RolloutError if the game or a player fails, or if the policy never moves.
         """
         clock = asyncio.get_running_loop().time
         started, drawing_s = clock(), 0.0
@@ -211,7 +211,7 @@ class GameMember:
     # ---- a round
 
     async def _tell(self, moves: Round) -> None:
-        """Write what the seats are told into their conversations, and into their tokens."""
+        """Append new messages to the seats' conversations, and to the policy seats' tokens."""
         for name, told in moves.ask.items():
             seat = self._seats[name]
             said = await self._chat.said(told, "step")
@@ -275,7 +275,7 @@ class GameMember:
     async def _moved(
         self, seat: _Seat, waiting: "asyncio.Future[Completion]", limits: EpisodeLimits
     ) -> None:
-        """Append what the policy draws for a seat."""
+        """Append a completion of the policy to a seat."""
         completion = await waiting
         check_kept(completion, limits, len(seat.tokens))
         seat.turns.append(Turn(completion=completion, reply=NOTHING))
@@ -293,7 +293,7 @@ class GameMember:
         return replace(request, request_id=f"{label}/m{member}/{seat.name}.t{turn}")
 
     async def _answered(self, seat: _Seat, player: Player, prompt: Prompt, member: int) -> None:
-        """Append what a player says for a seat. Raises RolloutError, RolloutTimeout."""
+        """Append a player's message to a seat. Raises RolloutError, RolloutTimeout."""
         limit_s = self._chat.limits.timeout_s
         try:
             async with time_limit(limit_s) as limit:
@@ -306,12 +306,12 @@ class GameMember:
             self._chat.count("env_timeouts")
             raise RolloutTimeout(
                 f"the seat {seat.name} ({player.name}) took more than {limit_s:g} s for a message. "
-                "Make it quicker or raise faults.env_timeout_s."
+                "Make it faster or raise faults.env_timeout_s."
             ) from None
         if not isinstance(answer, Mapping) or answer.get("role") != "assistant":
             raise RolloutError(
                 f"the seat {seat.name} ({player.name}) answered {answer!r:.100}. A player must "
-                "give a message of the role assistant."
+                "return a message with the role assistant."
             )
         seat.say(answer)
 
@@ -334,7 +334,7 @@ class GameMember:
 
     @staticmethod
     def _cut(seat: _Seat) -> None:
-        """Note that a limit ended the game, and leave out what would have been read next."""
+        """Record that a limit ended the game, and drop the seat's next input."""
         seat.stop = StopReason.LENGTH
         if seat.turns:
             seat.turns[-1] = replace(seat.turns[-1], reply=NOTHING, opening=None)
@@ -360,7 +360,7 @@ class GameMember:
     def _unplayed(
         self, game: Game, member: int, limits: EpisodeLimits, verdicts: Mapping[str, Score]
     ) -> tuple[Episode, ...]:
-        """Return an episode for each seat of the policy whose opening leaves no room for a move."""
+        """Return an episode for each policy seat whose opening leaves no room for a move."""
         episodes = []
         for seat in self._seats.values():
             if seat.player is None and seat.first is not None and seat.stop is StopReason.LENGTH:
@@ -372,14 +372,14 @@ class GameMember:
                 episodes.append(replace(episode, seat=seat_of(peers), peers=peers))
         if not episodes:
             raise RolloutError(
-                "no seat of the policy has moved in the game. Let the game ask one, or fill one of "
-                "its seats by the policy."
+                "no seat of the policy has moved in the game. Let the game ask one, or let the "
+                "policy fill one of its seats."
             )
         log.warning("the game's opening leaves no room for a move in %d tokens", limits.max_length)
         return tuple(episodes)
 
     async def _close(self, game: Game, prompt: Prompt) -> None:
-        """Let the game give back what it holds; what goes wrong is counted and logged."""
+        """Let the game release its resources; errors are counted and logged."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 value_of(await self._chat.call(game.close), "close")
@@ -392,7 +392,7 @@ class GameMember:
 
 
 def round_of(asked: Asked, game: Game, method: str) -> Round:
-    """Return what a game's method gave as a Round. Raises RolloutError."""
+    """Convert the result of a game's method to a Round. Raises RolloutError."""
     given = asked if isinstance(asked, Round) else Round(ask=asked or {})
     for what in (given.ask, given.rewards, given.parts):
         known_seats(what, game, f"the game's {method}")
@@ -402,13 +402,13 @@ def round_of(asked: Asked, game: Game, method: str) -> Round:
 
 
 def verdicts_of(given: Any, game: Game) -> dict[str, Score]:
-    """Return what a game's score gave as a Score for each seat. Raises RolloutError."""
+    """Convert the result of a game's score to a Score for each seat. Raises RolloutError."""
     known = known_seats(given, game, "the game's score")
     return {seat: score_given(value, "score") for seat, value in known.items()}
 
 
 def known_seats(given: Any, game: Game, who: str) -> Mapping[str, Any]:
-    """Return a mapping by seat as it is. Raises RolloutError for another, which `who` gave."""
+    """Return a mapping by seat unchanged. Raises RolloutError if it is not one; `who` gave it."""
     if not isinstance(given, Mapping) or any(name not in game.seats for name in given):
         raise RolloutError(
             f"{who} gave {given!r:.100}. It must be a mapping of seats, which are "
@@ -418,17 +418,17 @@ def known_seats(given: Any, game: Game, who: str) -> Mapping[str, Any]:
 
 
 def seats_checked(game: Game) -> None:
-    """Raise RolloutError for seats that cannot be told apart."""
+    """Raise RolloutError if the seats' names are invalid or not distinct."""
     seats = list(game.seats)
     named = [seat for team in game.alike for seat in team]
     simple = all(isinstance(s, str) and s.isidentifier() for s in seats)
     if not seats or not simple or len(set(seats)) < len(seats):
         raise RolloutError(
-            f"the game's seats are {seats!r:.100}. They must be different names of letters, digits "
+            f"the game's seats are {seats!r:.100}. They must be distinct names of letters, digits "
             "and _, at least one."
         )
     if len(set(named)) < len(named) or not set(named) <= set(seats):
         raise RolloutError(
-            f"the game's seats that are alike are {game.alike!r:.100}. Each must be one of its "
+            f"the game's interchangeable seats are {game.alike!r:.100}. Each must be one of its "
             "seats, in one team at most."
         )

@@ -1,4 +1,4 @@
-"""Who fills the seats of a run's games: checked before it begins, made once it has weights."""
+"""The players of a run's games: checked before the run, and made once it has weights."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ from jaxrl_async.config.seats_section import (
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.games.endpoint_player import EndpointDesk, EndpointPlayer
+from jaxrl_async.games.endpoint_player import EndpointPlayer, PlayerEndpoint
 from jaxrl_async.games.opponent_pool import FrozenPool
 from jaxrl_async.games.opponents import (
     LeagueTerms,
@@ -28,7 +28,7 @@ from jaxrl_async.games.opponents import (
     WatchedPublisher,
     WatchedSource,
 )
-from jaxrl_async.games.seating import Sitter, chance
+from jaxrl_async.games.seating import SeatedPlayer, chance
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.games.weights_player import AnswerLimits, WeightsPlayer
 from jaxrl_async.judge.judge import JudgeMeter
@@ -50,15 +50,15 @@ from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams, Ticket
 log = logging.getLogger(__name__)
 
 LEAGUE = "league"
-"""Folder of the snapshots in a run's folder."""
+"""Folder for the snapshots, inside the run's folder."""
 SEEDS = 2**31 - 1
 SLACK = 8
-"""Versions that a ticket may be older than staleness allows, for those that are cancelled late."""
+"""Versions that a ticket may lag in addition to the staleness limit, for late cancellations."""
 
 
 class RunOpponents:
-    """Who fills seats in a run. `opponents` is there once `begin` was called; until then, and in a
-    run without seats, the policy fills all."""
+    """The players of a run. `opponents` is set by `begin`; until then, and in a run without
+    `seats`, the policy fills all seats."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class RunOpponents:
         faults: FaultCounts,
         outages: Outages | None = None,
     ) -> None:
-        """Check all that can be checked before the run. Raises ConfigError, CheckpointError,
+        """Check everything that can be checked before the run. Raises ConfigError, CheckpointError,
         DataError.
 
         Args:
             config: seats, sampler, and so on.
             chat: the policy's format; None: it has none.
-            spec: the policy's.
-            faults: counts what is survived.
-            outages: of endpoints; None: of each one's own.
+            spec: the policy's spec.
+            faults: counts recovered faults.
+            outages: Outages of the endpoints; None: a new object for each.
         """
         self.opponents: Opponents | None = None
         self._policy: Policy | None = None
@@ -84,16 +84,16 @@ class RunOpponents:
         self._pools: dict[str | None, FrozenPool] = {}
         self._chats: dict[str | None, ChatFormat] = {} if chat is None else {None: chat}
         self._specs = {path: self._checked(path) for path in frozen_models(config.seats)}
-        self._desks: dict[str, EndpointDesk] = {}
+        self._desks: dict[str, PlayerEndpoint] = {}
         self._costs: dict[str, float] = {}
         for path, filling in fillings(config.seats):
             if filling.endpoint is not None and _key_of(filling) not in self._desks:
-                self._desks[_key_of(filling)] = EndpointDesk(
+                self._desks[_key_of(filling)] = PlayerEndpoint(
                     filling, path, count=faults.add, outages=outages
                 )
 
     def _checked(self, path: str) -> ModelSpec:
-        """Return the spec of a frozen model, and keep its chat format."""
+        """Return the spec of a frozen model, and store its chat format."""
         folder, config = Path(path), self._config
         spec = load_spec(folder)
         check_params(folder, spec)
@@ -111,24 +111,24 @@ class RunOpponents:
             self._chats[path] = self._chat
         return spec
 
-    # ---- as the run uses it
+    # ---- used by the run
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
-        """Return who fills the seats of this prompt's games in the policy's place."""
+        """Return the players of this prompt's seats that the policy does not fill."""
         return {} if self.opponents is None else self.opponents(prompt)
 
     def begins(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Take note that a group begins: the version of its ticket decides whom it meets."""
+        """Record that a group starts: the version of its ticket decides its opponents."""
         if self.opponents is not None:
             self.opponents.begins(ticket, prompt)
 
     def names(self, group: EpisodeGroup) -> dict[str, str]:
-        """Return who sat where in a group's games, for people."""
+        """Return the names of the players in a group's games, for display."""
         return {} if self.opponents is None else self.opponents.names(group)
 
     def measures(self) -> dict[str, float]:
-        """Return the metrics of the games that the last version was made from, and what endpoints
-        and loads have cost since the last call."""
+        """Return the metrics of the games in the last version's batch, and the cost of endpoints
+        and loads since the last call."""
         if self.opponents is None:
             return {}
         now = {f"seats/{name}": 0.0 for name in JudgeMeter.NAMES if name != "cached"}
@@ -144,7 +144,7 @@ class RunOpponents:
         return {**self.opponents.measures(), **since}
 
     def watched(self, source: GroupSource, publisher: Publisher) -> tuple[GroupSource, Publisher]:
-        """Return what a trainer draws from and publishes to, seen by those who are seated."""
+        """Wrap a trainer's source and publisher so that the opponents observe both."""
         if self.opponents is None or self._policy is None:
             return source, publisher
         return (
@@ -153,13 +153,14 @@ class RunOpponents:
         )
 
     def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
-        """Seat them, unless the policy fills all seats. Raises CheckpointError, ConfigError.
+        """Create the opponents, unless the policy fills all seats. Raises CheckpointError,
+        ConfigError.
 
         Args:
-            paths: of the run, with its snapshots.
-            version: of the policy.
-            policy: as the run begins or goes on.
-            slices: the weights of opponents take the first sampler's devices.
+            paths: paths of the run, with its snapshots.
+            version: version of the policy.
+            policy: the policy at the start or resume of the run.
+            slices: opponents' weights are placed on the first sampler's devices.
             lock: held while they compute.
         """
         config = self._config
@@ -183,7 +184,7 @@ class RunOpponents:
             self._open_pools(snapshots, slices.sampler, lock)
 
     def close(self) -> None:
-        """End all samplers and connections. Idempotent."""
+        """Close all samplers and connections. Idempotent."""
         for pool in self._pools.values():
             pool.close()
         for desk in self._desks.values():
@@ -192,7 +193,7 @@ class RunOpponents:
     # ---- inside
 
     def _open_pools(self, snapshots: Snapshots, mesh: Mesh, lock: Lock) -> None:
-        """Make what draws for seats; weights are loaded when they are first asked."""
+        """Create the pools that sample for seats; weights are loaded on first use."""
         config, dtype = self._config, jnp.dtype(self._config.model.computes_in)
 
         def loader(spec: ModelSpec, where: Callable[[int], Path]) -> Callable[[int], Params]:
@@ -221,7 +222,7 @@ class RunOpponents:
             )
             self._pools[path] = FrozenPool(setup, loader(spec, where), places=most)
 
-    def _player(self, sitter: Sitter) -> Player:
+    def _player(self, sitter: SeatedPlayer) -> Player:
         filling, config = sitter.filling, self._config
         if filling.endpoint is not None:
             desk = self._desks[_key_of(filling)]
@@ -249,24 +250,24 @@ class RunOpponents:
 
 
 def check_alone(config: Config, lockstep: Lockstep) -> None:
-    """Raise ConfigError for opponents in a run of several processes."""
+    """Raise ConfigError if a run of several processes has opponents."""
     if config.seats and lockstep.count > 1:
         raise ConfigError(
             f"seats ({', '.join(config.seats)}) cannot be filled in a run of {lockstep.count} "
-            "processes. Start one, with samplers in threads, or leave seats out."
+            "processes. Use one process, with samplers in threads, or remove seats."
         )
 
 
 def _same(path: Path, key: int) -> Path:
-    """Return the one directory of a frozen model, whatever the key."""
+    """Return the directory of a frozen model, for any key."""
     return path
 
 
 def _key_of(filling: FillingSection) -> str:
-    """Return what two fillings have in common that are asked as one."""
+    """Return a key that is equal for fillings which share one PlayerEndpoint."""
     return filling.model_dump_json(exclude={"weight", "eval", "mixture"})
 
 
 def _oldest_checkpoint(folder: Path) -> int | None:
-    """Return the version of the oldest checkpoint that is there; None: there is none."""
+    """Return the version of the oldest checkpoint in the folder; None: it has none."""
     return min((int(p.name) for p in folder.glob("[0-9]*") if p.name.isdigit()), default=None)

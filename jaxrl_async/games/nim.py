@@ -1,10 +1,10 @@
-"""The built-in task `nim`: two seats take stones from one heap; who takes the last one wins.
+"""The built-in task `nim`: two seats take stones from one heap; taking the last stone wins.
 
     first      user 7    assistant 2                      user 4    assistant 3  ...
     second                            user 5  assistant 1
 
 The policy plays both seats against itself. Held-out games are played against a rival that never
-errs, from heaps that can be won: what is not won there was played wrong.
+errs, from heaps that can be won: every loss there is an error of the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import CORRECT, Message
 
 WORKED_GAMES = 4096
-"""Different records of the warm start."""
+"""Number of distinct records of the warm start."""
 HELD_OUT_TIMES = 8
-"""Held-out games from each heap that can be won."""
+"""Held-out games for each heap that can be won."""
 FIRST, SECOND = "first", "second"
 
 
@@ -39,7 +39,7 @@ class Nim(Game):
         return {FIRST: str(self._left)}
 
     async def step(self, said: Mapping[str, Message]) -> Asked:
-        """Take the stones away, and show the rest to the other seat."""
+        """Remove the stones, and show the rest to the other seat."""
         ((seat, message),) = said.items()
         other = SECOND if seat == FIRST else FIRST
         if not self._taken(str(message["content"]).strip()):
@@ -52,7 +52,7 @@ class Nim(Game):
         return {other: str(self._left)}
 
     def _taken(self, text: str) -> bool:
-        """Take as many stones as the text says; return False if that is not allowed."""
+        """Take the number of stones in the text; return False if the move is not allowed."""
         number = int(text) if text.isdecimal() and len(text) < 10 else 0
         if not 1 <= number <= min(self._most, self._left):
             return False
@@ -64,22 +64,22 @@ class Nim(Game):
 
 
 def best_move(left: int, most: int) -> int:
-    """Return the move that leaves a multiple of most + 1, after which the other cannot win; 1 if
-    there is none."""
+    """Return the move that leaves a multiple of most + 1, from which the other seat cannot win; 1
+    if no such move exists."""
     return left % (most + 1) or 1
 
 
 class Heaps(Sequence[TaskRecord]):
-    """Games by index: every heap in turn, each with a worked game of random moves."""
+    """Games by index: all heaps alternately, each with a demonstration of random moves."""
 
     def __init__(self, size: int, heaps: Sequence[int], most: int, *, rival: bool) -> None:
         """Make them.
 
         Args:
-            size: how many games.
-            heaps: the stones that games begin with.
-            most: stones that one move may take.
-            rival: whether the second seat is the game's own, which never errs.
+            size: number of games.
+            heaps: sizes of the heaps that games begin with.
+            most: maximum stones per move.
+            rival: whether the game itself plays the second seat, without errors.
         """
         self._size, self._heaps, self._most, self._rival = size, heaps, most, rival
 
@@ -87,7 +87,7 @@ class Heaps(Sequence[TaskRecord]):
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a game and a worked conversation of one seat."""
+        """Return a game and a demonstration of one seat."""
         index = range(self._size)[index]
         stones = self._heaps[index % len(self._heaps)]
         random, left = np.random.default_rng([index, stones]), stones
@@ -112,9 +112,8 @@ def nim(
     """Return the task.
 
     Args:
-        stones: the largest heap that a game begins with; the smallest has one more than a move may
-            take.
-        most: stones that one move may take.
+        stones: the largest initial heap; the smallest has one more than a move may take.
+        most: maximum stones per move.
     """
     if stones <= most:
         raise ValueError(f"stones ({stones}) must be more than one move may take ({most})")

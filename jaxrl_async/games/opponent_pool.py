@@ -1,8 +1,8 @@
-"""Samplers of weights that never change, a few at a time, with one set of compiled programs.
+"""Samplers with fixed weights, a few at a time, with one set of compiled programs.
 
-lease(key) ──there?──yes──> a Sampler, for as long as the lease lasts
-               │ no: the least recently used one takes no more leases, ends, and gives its place
-               └──> load(key) on a thread of its own ──> a Sampler
+lease(key) ──loaded?──yes──> a Sampler, until the lease ends
+               │ no: the least recently used sampler takes no more leases, ends, and frees its slot
+               └──> load(key) on a separate thread ──> a Sampler
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from jaxrl_async.sampler.setup import SamplerSetup
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.005
-"""How often a waiting lease looks whether its sampler is there, seconds."""
+"""Interval at which a waiting lease checks whether its sampler is loaded, seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,31 +32,31 @@ class _Place:
 
     loading: "Future[Sampler]"
     leases: int = 0
-    leaving: bool = False  # it takes no more leases: another key waits for its place
+    leaving: bool = False  # accepts no more leases: another key waits for its slot
 
 
 class FrozenPool:
-    """Samplers by key. Any thread and any event loop may lease."""
+    """Samplers by key. May be leased from any thread and any event loop."""
 
     def __init__(self, setup: SamplerSetup, load: Callable[[int], Params], *, places: int) -> None:
         """Load nothing yet.
 
         Args:
-            setup: of all samplers: programs, limits, seed.
+            setup: shared by all samplers: programs, limits, seed.
             load: returns the parameters of a key on the setup's mesh; called on a thread.
-            places: most samplers at once.
+            places: maximum number of samplers at the same time.
         """
         self._setup, self._load, self._most = setup, load, places
         self._places: OrderedDict[int, _Place] = OrderedDict()  # least recently used first
-        self._waiting: dict[object, int] = {}  # keys of the leases that are waited for
+        self._waiting: dict[object, int] = {}  # keys that leases are waiting for
         self._lock, self._closed = threading.Lock(), False
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="opponents")
         self.loads = 0  # since the start
 
     @asynccontextmanager
     async def lease(self, key: int) -> AsyncIterator[Sampler]:
-        """Lend the sampler of a key; waits until it is loaded. Raises Closed, and what `load`
-        raises; no limit of time but its caller's."""
+        """Lend the sampler of a key; waits until it is loaded. Raises Closed and errors of `load`.
+        Has no timeout of its own: the caller sets one."""
         place, ticket = self._taken(key), object()
         try:
             while place is None:
@@ -76,7 +76,7 @@ class FrozenPool:
                     self._remove(key, place)  # the next lease loads it again
 
     def close(self) -> None:
-        """End all samplers; requests that are not done fail with Closed. Idempotent."""
+        """Close all samplers; unfinished requests fail with Closed. Idempotent."""
         with self._lock:
             self._closed = True
             places, self._places = list(self._places.values()), OrderedDict()
@@ -86,7 +86,7 @@ class FrozenPool:
                 place.loading.result().close()
 
     def _taken(self, key: int) -> _Place | None:
-        """Return the key's place with a lease on it; None: there is none yet."""
+        """Return the key's place with a lease on it; None: not available yet."""
         with self._lock:
             if self._closed:
                 raise Closed("the run's opponents are closed")
@@ -94,7 +94,7 @@ class FrozenPool:
             if place is None:
                 place = self._begun(key)
             elif place.leaving and all(k in self._places for k in list(self._waiting.values())):
-                place.leaving = False  # whoever waited for its place has gone
+                place.leaving = False  # the lease that waited for this slot is gone
             if place is None or place.leaving:
                 return None
             self._places.move_to_end(key)
@@ -102,8 +102,8 @@ class FrozenPool:
             return place
 
     def _begun(self, key: int) -> _Place | None:
-        """Begin to load a key; None: all places are taken, and the least recently used one makes
-        room as soon as its leases have ended."""
+        """Start loading a key; None: all slots are taken. The least recently used sampler then
+        frees its slot as soon as its leases have ended."""
         free: Sampler | None = None
         if len(self._places) >= self._most:
             if not any(place.leaving for place in self._places.values()):
@@ -124,17 +124,17 @@ class FrozenPool:
             del self._places[key]
 
     def _loaded(self, key: int, free: Sampler | None) -> Sampler:
-        """Return the sampler of a key. free: the one in whose place it comes; None: a new place."""
+        """Return the sampler of a key. free: the sampler that it replaces; None: a new slot."""
         if free is not None:
             free.close()
             free = None  # its memory is needed
         params = self._load(key)
         with self._setup.settings.device_lock:
             prepared = self._setup.engine.prepare(params)
-        log.info("snapshot %d of the policy plays", key)
+        log.info("loaded snapshot %d of the policy as an opponent", key)
         return Sampler.from_setup(self._setup, prepared, key, FIXED_WEIGHTS)
 
 
 def _is_lost(loading: "Future[Sampler]") -> bool:
-    """Return whether a sampler could not be loaded, or its thread has ended with an error."""
+    """Return whether a sampler failed to load, or its thread has ended with an error."""
     return loading.exception() is not None or loading.result().error is not None

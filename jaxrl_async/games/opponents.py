@@ -1,9 +1,9 @@
-"""Who plays against the policy: players for the rollouts, snapshots and standings by the trainer.
+"""Opponents of the policy: players for the rollouts, snapshots and standings for the trainer.
 
     rollouts ──begins(ticket, prompt)──> the version that decides ──> Opponents(prompt) ──> Players
     trainer  ──drawn(draw)──> published(version): standings, a snapshot if it is due ──> channel
 
-A version's snapshot and standings are there before any group has a ticket of that version.
+A version's snapshot and standings exist before any group has a ticket of that version.
 """
 
 import logging
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_async.config.seats_section import OlderSection, SeatSection, fillings
 from jaxrl_async.data.prompts import EVAL_POSITION
-from jaxrl_async.games.seating import Sitter, Standings, is_due, league_of, sitter_of
+from jaxrl_async.games.seating import SeatedPlayer, Standings, is_due, league_of, sitter_of
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.ports.rollout import GroupSource, Player
@@ -28,12 +28,12 @@ from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 log = logging.getLogger(__name__)
 
 MOST_BEGUN = 65_536
-"""Groups whose versions are remembered: far more than a gate lets begin at once."""
+"""Maximum number of groups whose versions are stored: far more than a gate starts at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeagueTerms:
-    """What a league needs to know of its run."""
+    """Properties of the run that a league depends on."""
 
     seed: int
     slack: int  # versions by which a ticket may be older than the newest weights
@@ -48,14 +48,14 @@ class Opponents:
         seats: Mapping[str, SeatSection],
         terms: LeagueTerms,
         snapshots: Snapshots,
-        player_of: Callable[[Sitter], Player],
+        player_of: Callable[[SeatedPlayer], Player],
     ) -> None:
-        """Seat nobody yet.
+        """Create no players yet.
 
         Args:
-            seats: who may sit where, by seat.
-            terms: what the run is.
-            snapshots: of the policy.
+            seats: possible players, by seat.
+            terms: properties of the run.
+            snapshots: snapshots of the policy.
             player_of: makes the player of a sitter.
         """
         self._seats, self._terms, self._snapshots = seats, terms, snapshots
@@ -72,29 +72,28 @@ class Opponents:
         self._drawn: Draw | None = None
         self._measures: dict[str, float] = {}
 
-    # ---- the rollouts' side
+    # ---- used by the rollouts
 
     def begins(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Take note that a group begins: the version of its ticket decides whom it meets."""
+        """Record that a group starts: the version of its ticket decides its opponents."""
         with self._lock:
             self._begun[prompt.position] = ticket.version
             while len(self._begun) > MOST_BEGUN:
                 self._begun.popitem(last=False)
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
-        """Return who fills the seats of this prompt's games; seats that are missing are the
-        policy's."""
+        """Return the players of this prompt's seats; the policy fills seats that are missing."""
         with self._lock:
             version = self._begun.get(prompt.position, self._version)
         sitters = self.sitters(prompt.position, version)
         return {seat: self._player_of(one) for seat, one in sitters.items() if one is not None}
 
-    def sitters(self, position: int, version: int) -> dict[str, Sitter | None]:
-        """Return who sits where in a group's games; None: the policy.
+    def sitters(self, position: int, version: int) -> dict[str, SeatedPlayer | None]:
+        """Return the sitter of each seat in a group's games; None: the policy.
 
         Args:
-            position: of its prompt.
-            version: of its ticket; of held-out games the live one.
+            position: position of its prompt.
+            version: version of its ticket; for held-out games the live version.
         """
         with self._lock:
             saved, standings = self._snapshots.versions, self._snapshots.standings(version)
@@ -111,16 +110,16 @@ class Opponents:
         }
 
     def names(self, group: EpisodeGroup) -> dict[str, str]:
-        """Return who sat where in a group's games, for people."""
+        """Return the names of the players in a group's games, for display."""
         sitters = self.sitters(group.prompt.position, group.ticket.version)
         return {seat: "policy" if one is None else one.full_name for seat, one in sitters.items()}
 
-    # ---- the trainer's side
+    # ---- used by the trainer
 
     def begin(self, version: int, policy: Policy) -> None:
-        """Take up the league of a resumed run, or begin one. Raises CheckpointError.
+        """Resume the league of a resumed run, or start one. Raises CheckpointError.
 
-        version: of the policy.
+        version: version of the policy.
         """
         self._version = version
         if not self.leagues and not self._keeps_first:
@@ -132,11 +131,11 @@ class Opponents:
             self._snapshots.save(version, policy)
 
     def drawn(self, draw: Draw | None) -> None:
-        """Take note of what the next version is made from; None: it was given back."""
+        """Record the batch of the next version; None: the batch was given back."""
         self._drawn = draw
 
     def published(self, version: int, policy: Policy) -> None:
-        """Take note that a version was made, before anyone draws from it. Raises CheckpointError.
+        """Handle a new version, before any sampler uses it. Raises CheckpointError.
 
         policy: with the weights of this version.
         """
@@ -160,7 +159,7 @@ class Opponents:
             self._version, self._measures = version, measures
 
     def measures(self) -> dict[str, float]:
-        """Return the metrics of the games that the last version was made from."""
+        """Return the metrics of the games in the last version's batch."""
         with self._lock:
             return dict(self._measures)
 
@@ -169,7 +168,7 @@ class Opponents:
         return {v for league in self.leagues for v in league_of(league, saved, version)}
 
     def _needed(self, version: int) -> list[int]:
-        """Return the snapshots that may be asked for, also by a run that is resumed."""
+        """Return the snapshots that may still be used, also after a resume."""
         checkpoint = self._terms.oldest_resumable()
         first = max(0, min(version, version if checkpoint is None else checkpoint))
         versions = range(max(0, first - self._terms.slack), version + 1)
@@ -178,18 +177,18 @@ class Opponents:
 
 
 def finished(draw: Draw) -> tuple[EpisodeGroup, ...]:
-    """Return the groups of a draw whose rewards say something about opponents: also those whose
-    games all ended alike."""
+    """Return the groups of a draw whose rewards are informative about opponents, including groups
+    whose games all ended alike."""
     alike = [group for group, reason in draw.dropped if reason is Drop.NO_SIGNAL]
     return (*draw.groups, *alike)
 
 
-Seated = tuple[EpisodeGroup, Mapping[str, Sitter | None]]
-"""A group, and who sat where in its games."""
+Seated = tuple[EpisodeGroup, Mapping[str, SeatedPlayer | None]]
+"""A group, and the sitter of each seat in its games."""
 
 
 def standings_after(before: Standings, known: Sequence[Seated]) -> Standings:
-    """Return standings with the games of more groups."""
+    """Return standings updated with the games of more groups."""
     for group, sitters in known:
         rewards = [score.total for score in group.scores]
         for sitter in sitters.values():
@@ -200,8 +199,8 @@ def standings_after(before: Standings, known: Sequence[Seated]) -> Standings:
 
 
 def seat_measures(known: Sequence[Seated], version: int) -> dict[str, float]:
-    """Report for each seat and whoever filled it: episodes of the policy against it, their mean
-    reward, and how many versions older than the newest a snapshot was."""
+    """Return metrics by seat and player: episodes of the policy against it, their mean reward, and
+    the mean age of snapshots in versions."""
     rewards: dict[str, list[float]] = {}
     ages: dict[str, list[int]] = {}
     for group, sitters in known:
@@ -217,11 +216,11 @@ def seat_measures(known: Sequence[Seated], version: int) -> dict[str, float]:
     }
 
 
-# ---- between the trainer and what it draws from and publishes to
+# ---- wrappers of the trainer's source and publisher
 
 
 class WatchedSource:
-    """A GroupSource whose draws the opponents see."""
+    """A GroupSource that reports its draws to the opponents."""
 
     def __init__(self, source: GroupSource, opponents: Opponents) -> None:
         self._source, self._opponents = source, opponents
@@ -251,10 +250,10 @@ class WatchedSource:
 
 
 class WatchedPublisher:
-    """A Publisher whose versions the opponents see first."""
+    """A Publisher that reports its versions to the opponents first."""
 
     def __init__(self, publisher: Publisher, opponents: Opponents, policy: Policy) -> None:
-        """policy: whose weights are published."""
+        """policy: the policy whose weights are published."""
         self._publisher, self._opponents, self._policy = publisher, opponents, policy
 
     def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:

@@ -3,10 +3,10 @@
     proposer  user sum    assistant 3+5
     solver_1  user 3+5    assistant 8        solver_2  user 3+5    assistant 7   ...
 
-A solver is rewarded for the right result. The proposer is rewarded most, 1, where half of the
-solvers are right, and 0 where all or none are: it looks for what can just be learnt (Sukhbaatar et
-al. 2017, arXiv:1703.05407; Zhao et al. 2025, Absolute Zero, arXiv:2505.03335). Held-out games give
-one solver a sum of their own.
+A solver is rewarded for the correct result. The proposer's reward is highest, 1, if half of the
+solvers are correct, and 0 if all or none are: it proposes what the solvers can just learn
+(Sukhbaatar et al. 2017, arXiv:1703.05407; Zhao et al. 2025, Absolute Zero, arXiv:2505.03335). In
+held-out games, the record gives one solver a sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import CORRECT, Message
 
 WORKED_GAMES = 8192
-"""Different records of the warm start."""
+"""Number of distinct records of the warm start."""
 PROPOSER = "proposer"
 ASKED = "sum"
 SIGN = "+"
 
 
 class ProposerSolver(Game):
-    """One game: a sum, and its solvers' results."""
+    """One game: a sum, and the solvers' results."""
 
     def __init__(self, highest: int, solvers: int) -> None:
         self._highest, self._result = highest, 0
@@ -36,7 +36,7 @@ class ProposerSolver(Game):
         self.seats, self.alike = (PROPOSER, *self._solvers), (self._solvers,)  # type: ignore[misc]
 
     async def reset(self, record: TaskRecord) -> Asked:
-        """Ask for a sum, or give the record's own to the first solver."""
+        """Ask for a sum, or give the record's sum to the first solver."""
         given = record.get("given")
         if given is None:
             return {PROPOSER: ASKED}
@@ -44,7 +44,7 @@ class ProposerSolver(Game):
         return {self._solvers[0]: str(given)}
 
     async def step(self, said: Mapping[str, Message]) -> Asked:
-        """Pass the sum on to the solvers, or judge what they say."""
+        """Pass the sum to the solvers, or score their answers."""
         if PROPOSER in said:
             text = str(said[PROPOSER]["content"]).strip()
             terms = terms_of(text, self._highest)
@@ -61,7 +61,7 @@ class ProposerSolver(Game):
 
 
 def terms_of(text: str, highest: int) -> tuple[int, ...] | None:
-    """Return the two terms of a sum as it must be written; None for anything else."""
+    """Return the two terms of a well-formed sum; None for anything else."""
     terms = text.split(SIGN)
     wrong = len(terms) != 2 or not all(t.isdecimal() and len(t) < 10 for t in terms)
     if wrong or any(int(t) > highest for t in terms):
@@ -70,21 +70,21 @@ def terms_of(text: str, highest: int) -> tuple[int, ...] | None:
 
 
 def is_number(message: Message, number: int) -> bool:
-    """Return whether a message says this number and nothing else."""
+    """Return whether a message is exactly this number."""
     return str(message["content"]).strip() == str(number)
 
 
 class SumRecords(Sequence[TaskRecord]):
-    """Games by index, with worked conversations of either seat."""
+    """Games by index, with demonstrations of both kinds of seat."""
 
     def __init__(self, size: int, highest: int, right: float, *, given: bool) -> None:
         """Make them.
 
         Args:
-            size: how many games.
+            size: number of games.
             highest: the largest term.
-            right: share of the worked results that are right.
-            given: whether the sum is the record's own.
+            right: share of correct results in the demonstrations.
+            given: whether the record contains the sum.
         """
         self._size, self._highest, self._right, self._given = size, highest, right, given
 
@@ -92,7 +92,7 @@ class SumRecords(Sequence[TaskRecord]):
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a game and a worked conversation: of the proposer for even numbers."""
+        """Return a game and a demonstration: the proposer's for even indices."""
         index = range(self._size)[index]
         random = np.random.default_rng([index, self._highest, self._given])
         a, b = (int(random.integers(0, self._highest + 1)) for _ in range(2))
@@ -118,8 +118,8 @@ def proposer_solver(
 
     Args:
         highest: the largest term of a sum.
-        solvers: how many solve the same sum.
-        worked_right: share of the warm start's results that are right.
+        solvers: number of solvers of the same sum.
+        worked_right: share of correct results in the warm start.
     """
 
     def game() -> ProposerSolver:

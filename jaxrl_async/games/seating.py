@@ -1,8 +1,9 @@
-"""Who sits where: a pure function of the seed, the game, the version, and what was known by then.
+"""Assignment of players to seats: a pure function of the seed, the game, the version, and the
+standings at that version.
 
-    seed, prompt.position, seat ──> which of a mixture ──> which snapshot of `older` ──> Sitter
+    seed, prompt.position, seat ──> choice of a mixture ──> snapshot of `older` ──> SeatedPlayer
 
-All members of a group have one position and one version, so that they meet the same opponents.
+All members of a group share one position and one version, so they meet the same opponents.
 """
 
 import hashlib
@@ -18,34 +19,34 @@ from jaxrl_async.config.seats_section import (
 from jaxrl_async.metrics.metric import part_name
 
 HARDNESS = 2
-"""Power of the share of games lost in the weight of a snapshot, for pick=worst."""
+"""Exponent of the share of lost games in a snapshot's weight, for pick=worst."""
 LEAST_WEIGHT = 0.01
 """Weight of a snapshot that the policy always beats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sitter:
-    """Who fills one seat of one group's games in the policy's place."""
+class SeatedPlayer:
+    """The player of one seat in one group's games, other than the current policy."""
 
     seat: str
-    choice: int  # number of its filling among the seat's
+    choice: int  # index of its filling among the seat's choices
     filling: FillingSection
-    snapshot: int | None = None  # version of the policy that plays; None: none of its own versions
+    snapshot: int | None = None  # version of the policy that plays; None: not a policy snapshot
 
     @property
     def name(self) -> str:
-        """Who it is, as a part of metrics' names; snapshots have one name together."""
+        """The player as a part of metric names; all snapshots share one name."""
         return name_of_filling(self.filling)
 
     @property
     def full_name(self) -> str:
-        """Who it is, for people."""
+        """The player's name for display."""
         league = self.filling.older is not None
         return f"{self.name} {self.snapshot}" if league else self.name
 
 
 def name_of_filling(filling: FillingSection) -> str:
-    """Return who fills a seat, as a part of metrics' names."""
+    """Return the name of a filling as a part of metric names."""
     if filling.policy:
         return "policy"
     if filling.older is not None:
@@ -55,27 +56,27 @@ def name_of_filling(filling: FillingSection) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Games:
-    """What the policy has earned against one sitter."""
+    """Results of the policy against one sitter."""
 
     games: int = 0
-    reward: float = 0.0  # the sum over games
+    reward: float = 0.0  # sum over the games
 
     def plus(self, games: int, reward: float) -> "Games":
-        """Return these and more games. reward: their sum."""
+        """Return the results with more games added. reward: sum over those games."""
         return Games(games=self.games + games, reward=self.reward + reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standings:
-    """How the policy fared against each snapshot, up to one version."""
+    """Results of the policy against each snapshot, up to one version."""
 
     games: Mapping[tuple[str, int], Games] = field(default_factory=dict)  # by seat and snapshot
     lowest: float = 0.0  # reward of any game
     highest: float = 0.0
 
     def wins(self, seat: str, snapshot: int) -> float:
-        """Return the share of what can be earned against a snapshot that the policy earns, 0 to 1;
-        half of it in a first game that was not played."""
+        """Return the policy's share of the reward range against a snapshot, 0 to 1, with one
+        virtual game at half of the range."""
         found = self.games.get((seat, snapshot), Games())
         width = self.highest - self.lowest
         earned = (found.reward - found.games * self.lowest) / width if width > 0 else 0.0
@@ -83,7 +84,7 @@ class Standings:
         return (earned + 0.5) / (played + 1)
 
     def plus(self, seat: str, snapshot: int, rewards: Sequence[float]) -> "Standings":
-        """Return these with more games against a snapshot."""
+        """Return the standings with more games against a snapshot added."""
         if not rewards:
             return self
         known = self.games.get((seat, snapshot), Games())
@@ -95,20 +96,20 @@ class Standings:
         )
 
     def of(self, snapshots: Collection[int]) -> "Standings":
-        """Return what is known of these snapshots alone."""
+        """Return the standings of these snapshots only."""
         kept = {key: games for key, games in self.games.items() if key[1] in snapshots}
         return Standings(games=kept, lowest=self.lowest, highest=self.highest)
 
 
 def chance(seed: int, *words: object) -> float:
-    """Return a number in [0, 1) that depends on these alone, the same on every machine."""
+    """Return a number in [0, 1) that depends only on the arguments, on every machine."""
     text = "\0".join(str(word) for word in (seed, *words))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def drawn_index(weights: Sequence[float], number: float) -> int:
-    """Return which of some weights a number in [0, 1) falls on."""
+    """Return the index of the weight that a number in [0, 1) falls on."""
     left = number * sum(weights)
     for index, weight in enumerate(weights):
         left -= weight
@@ -121,23 +122,23 @@ def league_of(older: OlderSection, saved: Sequence[int], version: int) -> tuple[
     """Return the snapshots that may play at a version, oldest first.
 
     Args:
-        older: how often they are taken, and how many play.
-        saved: versions of all snapshots, ascending; the first is one whatever `every` says.
-        version: of the group's ticket.
+        older: interval between snapshots, and how many of them play.
+        saved: versions of all snapshots, ascending; the first counts regardless of `every`.
+        version: version of the group's ticket.
     """
     taken = [v for n, v in enumerate(saved) if v <= version and (n == 0 or v % older.every == 0)]
     return tuple(taken[-older.keep :]) or tuple(saved[:1])
 
 
 def is_due(older: Sequence[OlderSection], version: int) -> bool:
-    """Return whether a snapshot is taken of this version."""
+    """Return whether this version is saved as a snapshot."""
     return any(version % league.every == 0 for league in older)
 
 
 def snapshot_weights(
     older: OlderSection, seat: str, league: Sequence[int], standings: Standings
 ) -> list[float]:
-    """Return how often each snapshot of the league plays, in proportion."""
+    """Return the sampling weight of each snapshot of the league."""
     if older.pick == "latest":
         return [float(n == len(league) - 1) for n in range(len(league))]
     if older.pick == "uniform":
@@ -152,15 +153,15 @@ def sitter_of(
     game: tuple[int, int, int],
     saved: Sequence[int],
     standings: Standings,
-) -> Sitter | None:
-    """Return who fills a seat; None: the policy.
+) -> SeatedPlayer | None:
+    """Return the sitter of a seat; None: the policy.
 
     Args:
-        seat: its name.
-        filling: who may fill it.
+        seat: name of the seat.
+        filling: its possible players.
         game: the run's seed, the prompt's position, the version of the group's ticket.
         saved: versions of all snapshots, ascending.
-        standings: what is known at that version.
+        standings: standings at that version.
     """
     seed, position, version = game
     number = chance(seed, "filling", seat, position)
@@ -176,4 +177,4 @@ def sitter_of(
         snapshot = league[drawn_index(weights, number)]
     elif chosen.endpoint is None and chosen.model == INITIAL:
         snapshot = saved[0]
-    return Sitter(seat=seat, choice=choice, filling=chosen, snapshot=snapshot)
+    return SeatedPlayer(seat=seat, choice=choice, filling=chosen, snapshot=snapshot)

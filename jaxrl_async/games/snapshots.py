@@ -1,9 +1,9 @@
-"""Snapshots of the policy by version, and how it fared against them: files in the run's folder.
+"""Snapshots of the policy by version, and its results against them, in the run's folder.
 
-    league/00000010/      a Hugging Face directory; it appears whole or not at all
+    league/00000010/      a Hugging Face directory; it appears complete or not at all
     league/standings.jsonl    one line for each version, for pick=worst
 
-All is written before the checkpoint of the same version: a killed run finds it again.
+Everything is written before the checkpoint of the same version, so a killed run finds it again.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ class Snapshots:
     """The snapshots in one folder, and the standings. Used under its owner's lock."""
 
     def __init__(self, folder: Path, *, remembered: int) -> None:
-        """Use a folder, which the first snapshot makes.
+        """Use a folder; it is created by the first snapshot.
 
         Args:
-            folder: of the league.
-            remembered: newest versions whose standings are kept in memory.
+            folder: folder of the league.
+            remembered: number of newest versions whose standings are kept in memory.
         """
         self._folder, self._remembered = folder, remembered
         self._standings: OrderedDict[int, Standings] = OrderedDict()
         self.versions: tuple[int, ...] = ()  # of all snapshots, ascending
 
     def reopen(self, version: int) -> None:
-        """Take up what there is of versions up to this one, and remove what is of later ones, which
-        the run makes again."""
+        """Load snapshots and standings up to this version, and remove those of later versions,
+        which the run produces again."""
         self._sweep()
         there = sorted(int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdigit())
         for later in [v for v in there if v > version]:
@@ -77,7 +77,7 @@ class Snapshots:
         self.versions = tuple(sorted({*self.versions, version}))
 
     def forget(self, needed: Sequence[int]) -> None:
-        """Remove the snapshots that are not among these."""
+        """Remove all snapshots except these."""
         for version in self.versions:
             if version not in needed:
                 shutil.rmtree(self.path(version), ignore_errors=True)
@@ -86,12 +86,12 @@ class Snapshots:
     # ---- standings
 
     def standings(self, version: int) -> Standings:
-        """Return what was known at a version; of one that is forgotten, the oldest known."""
+        """Return the standings at a version; if they were dropped, the oldest in memory."""
         known = [v for v in self._standings if v <= version] or list(self._standings)[:1]
         return self._standings[known[-1]] if known else Standings()
 
     def write_standings(self, version: int, standings: Standings) -> None:
-        """Keep what is known at a version, here and in the file. Raises CheckpointError."""
+        """Store the standings at a version in memory and in the file. Raises CheckpointError."""
         self._remember(version, standings)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class Snapshots:
             self._standings.popitem(last=False)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Return the lines of the file that are whole; one that a kill has torn is the last."""
+        """Return the valid lines of the file. A torn last line of a killed process is skipped."""
         try:
             text = (self._folder / STANDINGS).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class Snapshots:
                 standings_from(given)
                 lines.append({**given, "version": int(given["version"])})
             except (ValueError, LookupError, TypeError, RecursionError):
-                log.warning("%s: a line is torn and left out", self._folder / STANDINGS)
+                log.warning("%s: skipped a torn line", self._folder / STANDINGS)
         return lines
 
     def _sweep(self) -> None:
@@ -130,7 +130,7 @@ class Snapshots:
 
 
 def line_of(version: int, standings: Standings) -> dict[str, Any]:
-    """Return standings as a line of the file."""
+    """Convert standings to a line of the file."""
     games = [
         [seat, snapshot, of.games, of.reward] for (seat, snapshot), of in standings.games.items()
     ]
@@ -139,7 +139,7 @@ def line_of(version: int, standings: Standings) -> dict[str, Any]:
 
 
 def standings_from(line: Mapping[str, Any]) -> Standings:
-    """Return the standings of a line. Raises ValueError, LookupError, TypeError."""
+    """Parse the standings of a line. Raises ValueError, LookupError, TypeError."""
     lowest, highest = line["bounds"]
     return Standings(
         games={

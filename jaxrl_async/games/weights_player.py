@@ -2,7 +2,7 @@
 
     messages ──ChatFormat.opening──> tokens ──Request──> its sampler ──> ChatFormat.message
 
-Nothing of it is trained on, so that a conversation is written anew for each answer.
+Its output is not trained on, so the conversation is tokenised again for each answer.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Lease = Callable[[], AbstractAsyncContextManager[Sampler]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """How a player's answers are drawn."""
+    """Sampling settings and limits of a player's answers."""
 
     sampling: SamplingParams
     max_new_tokens: int
@@ -31,7 +31,7 @@ class AnswerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPlayer:
-    """A ports.Player that draws from fixed weights."""
+    """A ports.Player that samples from fixed weights."""
 
     name: str
     seat: str
@@ -48,7 +48,7 @@ class WeightsPlayer:
         member: int,
         turn: int,
     ) -> Message:
-        """See ports.Player. Raises RolloutError for a conversation that leaves no room."""
+        """See ports.Player. Raises RolloutError if the conversation leaves no room to answer."""
         limits = self.limits
         try:
             tokens = self.chat.opening(messages, tools)
@@ -76,6 +76,6 @@ class WeightsPlayer:
 
 
 def branch_of(seat: str, turn: int) -> int:
-    """Return a branch for a turn of a seat, from 1: none draws by another's random numbers."""
+    """Return a branch for a turn of a seat, at least 1: each uses different random numbers."""
     digest = hashlib.blake2b(f"{seat}/{turn}".encode(), digest_size=8).digest()
     return 1 + int.from_bytes(digest, "big") % (2**31 - 2)

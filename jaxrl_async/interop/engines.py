@@ -1,5 +1,5 @@
-"""Servers of somebody else's engine as the samplers of a run: looked at before the run begins, then
-each in its place at the weight channel."""
+"""Third-party engine servers as the samplers of a run: checked before the run starts, then each
+subscribed to the weight channel."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
 
 FOLDER = "engine_weights"
-"""Folder of the weights inside the run's, where remote.folder names no other."""
+"""Folder for the weights inside the run's folder, unless remote.folder is set."""
 UNIMPORTANT = ("max_positions", "eos_ids", "bos_id", "pad_id")
 """Fields of a spec in which the server's model may differ from the policy."""
 
@@ -47,16 +47,16 @@ log = logging.getLogger(__name__)
 
 
 def check_engines(config: Config, spec: ModelSpec) -> None:
-    """Ask each server whether it can sample for this run; without any, do nothing.
+    """Check that each server can sample for this run; a no-op without servers.
 
-    Raises ConfigError, which names the server and says what to do.
+    Raises ConfigError that names the server and the fix.
     """
     if config.sampler.engine != "vllm":
         return
     if jax.process_count() > 1:
         raise ConfigError(
-            f"sampler.engine={config.sampler.engine} needs a trainer in one process, which writes "
-            f"the weights for it, and this run has {jax.process_count()}. Run it on one host."
+            f"sampler.engine={config.sampler.engine} needs a trainer in one process to write the "
+            f"weights, but this run has {jax.process_count()}. Run it on one host."
         )
     with ThreadPoolExecutor(len(config.sampler.engine_urls)) as pool:  # each has an event loop
         for url, facts in zip(
@@ -95,41 +95,41 @@ def _facts(url: str) -> ServerFacts:
 
 
 def _is_plain(section: SamplerSection) -> bool:
-    """Return whether tokens are drawn from the distribution of the logits themselves."""
+    """Return whether tokens are sampled from the unmodified distribution of the logits."""
     untruncated = section.top_k == 0 and section.top_p == 1 and section.min_p == 0
     return section.temperature == 1 and untruncated
 
 
 def _other_model(facts: ServerFacts, spec: ModelSpec) -> str | None:
-    """Return how the server's model differs from the policy, if its directory can be seen from
-    here; None: it does not, or nobody knows before the weights are loaded."""
+    """Return how the server's model differs from the policy, if its directory is visible from this
+    machine. None: it does not differ, or this is unknown until the weights are loaded."""
     folder = Path(facts.model)
     if not (folder / "config.json").is_file():
         return None
     try:
         theirs = load_spec(folder)
     except CheckpointError as error:
-        return f"its model is not one that this package knows: {error}"
+        return f"its model is not supported by this package: {error}"
     names = (f.name for f in fields(ModelSpec) if f.name not in UNIMPORTANT)
     if differs := [n for n in names if getattr(spec, n) != getattr(theirs, n)]:
         shown = ", ".join(f"{n} {getattr(theirs, n)}, not {getattr(spec, n)}" for n in differs[:3])
         return (
             f"its model {facts.model} differs from the policy ({shown}). Start it with the "
-            "directory that model.path names."
+            "directory in model.path."
         )
     return None
 
 
 class SharedPush:
-    """A weights.link.Link to servers that read files: one private copy on the trainer's devices,
-    however many servers there are."""
+    """A weights.link.Link to servers that read files. All servers share one private copy on the
+    trainer's devices."""
 
     crosses: bool = False  # nothing is moved: there is no copy to compare
 
     def __init__(self, push: Push) -> None:
-        """push: from the trainer's shardings to the same."""
+        """push: from the trainer's shardings to the same shardings."""
         self._push = push
-        self._of: Any = None  # an array of the weights that were copied last
+        self._of: Any = None  # an array of the weights that were last copied
         self._copy: Params = None
 
     def cast(self, params: Params) -> Params:
@@ -140,7 +140,7 @@ class SharedPush:
         return self._copy
 
     def is_cast(self, params: Params) -> bool:
-        """Return False: the trainer goes on to change the weights while servers read the copy."""
+        """Return False: the trainer modifies the weights while servers read the copy."""
         return False
 
     def move(self, cast: Params) -> Params:
@@ -161,15 +161,15 @@ def make_engines(
     probe: Probe | None,
     count: Callable[[str], None],
 ) -> tuple[list[VllmSampler], WeightChannel]:
-    """Make a sampler for each server, and the channel that brings new weights to them.
+    """Make a sampler for each server, and the channel that delivers new weights to them.
 
     Args:
         config: sampler, weights, remote, faults, and the run's folder.
-        spec: of the policy.
+        spec: spec of the policy.
         trainer: the trainer's mesh.
-        weights: the policy's, with which the servers begin.
-        on_live: called with a version that all servers draw from.
-        probe: tokens on which their log-probs are compared with the trainer's; None: they are not.
+        weights: the policy's weights, with which the servers start.
+        on_live: called with a version once all servers sample from it.
+        probe: tokens on which their log-probs are compared with the trainer's; None: no check.
         count: called with the name of each fault.
     """
     sharded = shardings(weight_table(spec), trainer, TRAINER_RULES)
@@ -195,7 +195,7 @@ def make_vllm_sampling(
     weights: VersionedParams,
     gate: ReplayBuffer | ReplayedBuffer,
 ) -> Sampling:
-    """Make a sampler for each vLLM server (sampler.engine=vllm); arguments as make_sampling's."""
+    """Make a sampler for each vLLM server (sampler.engine=vllm); arguments as for make_sampling."""
     settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
     engines, channel = make_engines(
         config,
@@ -217,7 +217,7 @@ def make_vllm_sampling(
 def engine_settings(
     config: Config, spec: ModelSpec, probe: Probe | None, count: Callable[[str], None]
 ) -> EngineSettings:
-    """Return how the servers of a run are used."""
+    """Return the settings of a run's servers."""
     section = config.sampler
     assert section.slots is not None, "an_engine_can_give_what_is_kept"
     return EngineSettings(
@@ -236,7 +236,7 @@ def engine_settings(
 
 
 def _weights_root(config: Config) -> Path:
-    """Return the folder of the weights: below remote.folder, or in the run's own."""
+    """Return the folder of the weights: below remote.folder, or in the run's folder."""
     if config.remote.folder is not None:
         return Path(config.remote.folder) / config.run.name / FOLDER
     return Path(config.run.dir) / config.run.name / FOLDER

@@ -1,15 +1,15 @@
-"""Engines of JetStream's interface as the samplers of a run (sampler.engine=jetstream): threads of
-this process, one for each sampler's slice.
+"""Engines with JetStream's interface as the samplers of a run (sampler.engine=jetstream). They run
+in threads of this process, one for each sampler's slice.
 
     sampler: {engine: jetstream, engine_class: my_engine.py:MyEngine}
 
     class MyEngine(jetstream.engine.engine_api.Engine):      # prefill, insert, generate, ...
         def __init__(self, policy, *, slots, max_length, max_new_tokens, tokens_per_step,
                      sampling, stop_token_ids, seed, tokenizer, mesh, dtype): ...
-        def take_params(self, params): ...    # new weights, a tree like policy.params, as prefill
-                                              # and generate take them
+        def take_params(self, params): ...    # convert new weights, a tree like policy.params,
+                                              # for prefill and generate
 
-The interface returns only tokens: the trainer's own log-probs are used in place of the engine's.
+The interface returns only tokens, so the trainer's log-probs replace the engine's.
 """
 
 import logging
@@ -46,11 +46,11 @@ def make_jetstream_sampling(
     weights: VersionedParams,
     gate: ReplayBuffer | ReplayedBuffer,
 ) -> Sampling:
-    """Make the samplers with the policy's weights, and the channel for those that follow; arguments
-    as make_sampling's. Raises ConfigError, and MissingExtraError without jetstream."""
+    """Make the samplers with the policy's weights, and the channel for new weights. Arguments as
+    for make_sampling. Raises ConfigError, and MissingExtraError without jetstream."""
     if jax.process_count() > 1:
         raise ConfigError(
-            "sampler.engine=jetstream needs a trainer in one process, and this run has "
+            "sampler.engine=jetstream needs a trainer in one process, but this run has "
             f"{jax.process_count()}. Run it on one host, or use sampler.engine=native."
         )
     make, slices, spec = engine_maker(config), inputs.slices, inputs.spec
@@ -83,7 +83,7 @@ def make_jetstream_sampling(
             )
         )
     log.info(
-        "JetStream's interface returns no log-probs: the trainer's own are used instead, "
+        "JetStream's interface returns no log-probs: the trainer's log-probs are used instead, "
         "with an importance weight of 1 (policy/recomputed_logprob_share)"
     )
     router = make_router(config.faults, samplers, inputs.faults.add)
@@ -91,7 +91,7 @@ def make_jetstream_sampling(
 
 
 def engine_maker(config: Config) -> Callable[..., Any]:
-    """Return what makes the engines. Raises ConfigError, and MissingExtraError."""
+    """Return the function or class that makes engines. Raises ConfigError, MissingExtraError."""
     api, name = engine_api(), config.sampler.engine_class
     if name is None:
         return make_engine
@@ -131,28 +131,28 @@ def made_engine(
         )
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(
-            f"{SETTING} = {section.engine_class!r}: making it fails: {error}. It is made with the "
-            "policy and the keywords slots, max_length, max_new_tokens, tokens_per_step, sampling, "
-            "stop_token_ids, seed, tokenizer, mesh and dtype (docs/sampler.md, JetStream)."
+            f"{SETTING} = {section.engine_class!r}: its constructor fails: {error}. It is called "
+            "with the policy and the keywords slots, max_length, max_new_tokens, tokens_per_step, "
+            "sampling, stop_token_ids, seed, tokenizer, mesh, dtype (docs/sampler.md, JetStream)."
         ) from error
     if not callable(getattr(engine, "take_params", None)):
         raise ConfigError(
-            f"{SETTING} = {section.engine_class!r} has no method take_params(params): it is how "
-            "new weights reach the engine (docs/sampler.md, JetStream)."
+            f"{SETTING} = {section.engine_class!r} has no method take_params(params), which passes "
+            "new weights to the engine (docs/sampler.md, JetStream)."
         )
     longest = int(engine.max_prefill_length)
     if longest < config.prompt_limit:
         raise ConfigError(
-            f"prompts of this run have up to {config.prompt_limit} tokens, and the engine takes "
-            f"{longest} at most (max_prefill_length; this package's own: the largest power of two "
-            "below sampler.max_length). Raise sampler.max_length, or shorten the prompts "
+            f"prompts of this run have up to {config.prompt_limit} tokens, but the engine accepts "
+            f"at most {longest} (max_prefill_length; for this package's engine the largest power "
+            "of two below sampler.max_length). Raise sampler.max_length, or shorten the prompts "
             "(data.max_prompt_tokens)."
         )
     return engine
 
 
 def engine_seed(seed: int, sampler: int, version: int) -> int:
-    """Return the seed of a sampler's engine: another one after each resume, since an engine's
+    """Return the seed of a sampler's engine. It changes with each resume, because an engine's
     random numbers are not saved."""
     state = np.random.SeedSequence([seed, sampler, version]).generate_state(1)
     return int(state[0]) & 0x7FFFFFFF

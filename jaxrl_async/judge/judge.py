@@ -1,11 +1,11 @@
-"""Score answers by a language model behind an OpenAI-compatible endpoint. Needs no JAX.
+"""Score answers with a language model behind an OpenAI-compatible endpoint. Needs no JAX.
 
-group ──> Questions ──> JudgeDesk: known? ──no──> a place ──> JudgeClient ──reply──> read?
-              (one for each answer,   │                ^                             │ no, or broke
+group ──> Questions ──> JudgeService: cached? ─no──> a slot ───> JudgeClient ──reply──> parsed?
+              (one for each answer,   │                ^                             │ no, or failed
                or one for all)        └─> Scores       └────── after a wait ─────────┘
 
-The desk works on the loop for user code: neither trainer nor sampler waits for it, and training and
-evaluation share its connections, its places and its cache.
+JudgeService works on the loop for user code: neither trainer nor sampler waits for it. Training and
+evaluation share its connections, its concurrency limit and its cache.
 """
 
 import asyncio
@@ -49,22 +49,22 @@ log = logging.getLogger(__name__)
 
 Decode = Callable[[IntArray], str]
 JUDGE = "judge"
-"""Part of a score for a judge's number without parts; that of all other scorers is FUNCTIONS."""
+"""Score part for a judge's number without parts; all other scorers use FUNCTIONS."""
 MIDDLE = 0.5
-"""Number of a neutral answer where no answer of its group was judged."""
+"""Neutral score if no answer of the group was judged."""
 MARGIN_S = 10.0
-"""Time beside patience_s for the desk's own work, seconds."""
+"""Time in addition to patience_s for JudgeService's own work, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """Why a question has no scores."""
+    """A question without scores, and the reason."""
 
     reason: RolloutError
 
 
 class JudgeMeter:
-    """What the judge has cost since the start. Thread safe."""
+    """Total cost of the judge since the start. Thread safe."""
 
     NAMES = ("calls", "cached", "prompt_tokens", "completion_tokens", "call_s")
 
@@ -83,8 +83,8 @@ class JudgeMeter:
             return {name: float(self._totals[name]) for name in self.NAMES}
 
 
-class JudgeDesk:
-    """Asks one endpoint all questions of a run. Any thread may call `answers`."""
+class JudgeService:
+    """Sends all questions of a run to one endpoint. `answers` may be called from any thread."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class JudgeDesk:
 
         Args:
             section: endpoint, limits and retries.
-            key: API key of the endpoint; None: it needs none.
+            key: API key of the endpoint; None: not needed.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: the run's; None: of its own.
+            outages: Outages of the run; None: a new object.
         """
         self.outages = outages or Outages(count=count)
         self.name = f"the judge at {section.base_url}"
@@ -111,9 +111,9 @@ class JudgeDesk:
         self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
 
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
-        """Return the scores of each question, or why there are none. Takes patience_s at most.
+        """Return the scores of each question, or why it has none. Takes patience_s at most.
 
-        Raises JudgeMisset where the endpoint would serve no question at all.
+        Raises JudgeMisset if the endpoint cannot serve any question.
         """
 
         async def all_of_them() -> list[Scores | Unjudged]:
@@ -124,14 +124,14 @@ class JudgeDesk:
             outcome = await run_async(all_of_them, self._section.patience_s + MARGIN_S)
         except TooLate:
             raise RolloutError(
-                f"the judge's loop did not answer within {MARGIN_S:g} s after "
-                "reward.judge.patience_s: an async function of yours blocks it. Let it await."
+                f"the judge's event loop did not answer within {MARGIN_S:g} s after "
+                "reward.judge.patience_s: one of your async functions blocks it. Make it await."
             ) from None
         result: list[Scores | Unjudged] = outcome.get()
         return result
 
     def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """Return a call's JSON."""
+        """Return the JSON body of a call."""
         section = self._section
         limits = {"temperature": section.temperature, "max_tokens": section.max_tokens}
         return {
@@ -146,7 +146,7 @@ class JudgeDesk:
         client, self._client = self._client, None
         self.cache.close()
         if client is not None:
-            with suppress(Exception):  # whatever a connection says while it is closed
+            with suppress(Exception):  # closing a connection may raise anything
                 start_async(client.close).result(MARGIN_S)
 
     # ---- on the loop for user code
@@ -164,12 +164,12 @@ class JudgeDesk:
         except JudgeMisset:
             raise
         except TimeoutError:
-            last = f"; the last try: {trouble[-1]}" if trouble else ""
+            last = f"; the last attempt: {trouble[-1]}" if trouble else ""
             away = trouble and isinstance(trouble[-1], Away)
             return Unjudged(
                 (Away if away else RolloutError)(
                     f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
-                    "reward.judge.patience_s or concurrency, or take a quicker judge."
+                    "reward.judge.patience_s or concurrency, or use a faster judge."
                 )
             )
         except RolloutError as error:
@@ -179,9 +179,9 @@ class JudgeDesk:
         return scores
 
     async def _judged(self, question: JudgeQuestion, trouble: list[RolloutError]) -> Scores:
-        """Ask until there are scores. Raises RolloutError after the last try.
+        """Ask until the reply has scores. Raises RolloutError after the last attempt.
 
-        trouble: is given the error of each try.
+        trouble: receives the error of each attempt.
         """
         messages, section = question.messages, self._section
         for number in range(section.retries + 1):
@@ -189,15 +189,15 @@ class JudgeDesk:
             try:
                 reply = await self._asked(messages)
                 if reply.cut:
-                    raise UnreadableReply("it was cut at the limit of tokens")
+                    raise UnreadableReply("it was cut off at the token limit")
                 return question.read(reply.text)
             except UnreadableReply as error:
                 self._count("judge_refused_replies")
                 messages = asked_again(question, reply.text, str(error))
                 trouble.append(
                     RolloutError(
-                        f"the judge's reply cannot be read: {error}: {reply.text[-200:]!r}. Raise "
-                        "reward.judge.max_tokens, or take a model that keeps to the form."
+                        f"the judge's reply is unreadable: {error}: {reply.text[-200:]!r}. Raise "
+                        "reward.judge.max_tokens, or use a model that follows the format."
                     )
                 )
                 wait_s = 0.0
@@ -208,12 +208,12 @@ class JudgeDesk:
                     wait_s = min(error.wait_s, section.patience_s)
                     self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
             if number < section.retries:
-                log.info("the judge is asked again: %s", trouble[-1])
+                log.info("asking the judge again: %s", trouble[-1])
                 await asyncio.sleep(wait_s)
         raise trouble[-1]
 
     async def _asked(self, messages: Sequence[Mapping[str, str]]) -> JudgeReply:
-        """Make one call, when there is a place and the endpoint has not asked for a pause."""
+        """Make one call, once a slot is free and the endpoint asks for no pause."""
         async with self._places:
             while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
@@ -234,31 +234,31 @@ class JudgeDesk:
 
 
 def _fits(scores: Scores, question: JudgeQuestion) -> bool:
-    """Return whether remembered scores have the shape that the question asks for."""
+    """Return whether cached scores have the shape that the question asks for."""
     rows, columns = max(1, len(question.ids)), max(1, len(question.names))
     return len(scores) == rows and all(len(row) == columns for row in scores)
 
 
 def make_desk(
     section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
-) -> JudgeDesk:
-    """Make the configured desk; arguments as JudgeDesk's. Raises ConfigError if the API key is not
-    in the environment."""
+) -> JudgeService:
+    """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
+    API key is not in the environment."""
     key = None
     if section.key_variable is not None and not (key := os.environ.get(section.key_variable)):
         raise ConfigError(
             f"reward.judge.key_variable = {section.key_variable}: the environment has no such "
-            "variable, or it is empty. Export it where the run is started."
+            "variable, or it is empty. Export it in the shell that starts the run."
         )
-    return JudgeDesk(section, key=key, count=count, outages=outages)
+    return JudgeService(section, key=key, count=count, outages=outages)
 
 
 class JudgeScorer:
-    """ports.Scorer: what the judge says of each answer, added to another scorer's."""
+    """ports.Scorer: the judge's score of each answer, added to another scorer's."""
 
     def __init__(
         self,
-        desk: JudgeDesk,
+        desk: JudgeService,
         section: JudgeSection,
         rubric: Rubric,
         transcripts: "Transcripts",
@@ -272,9 +272,9 @@ class JudgeScorer:
         Args:
             desk: asks the endpoint.
             section: mode, scale, weight.
-            rubric: what the judge looks at.
-            transcripts: shows it tasks and answers.
-            others: asked side by side; None: the judge alone.
+            rubric: criteria of the judge.
+            transcripts: renders tasks and answers as text.
+            others: another scorer that runs in parallel; None: the judge alone.
             on_failure: None: as in the section.
             count: called with the name of each fault.
         """
@@ -283,8 +283,8 @@ class JudgeScorer:
         self._on_failure = on_failure or section.on_failure
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode. Raises RolloutError if one cannot be judged and on_failure=fail, and
-        what the other scorer raises."""
+        """Score each episode. Raises RolloutError if one cannot be judged and on_failure=fail.
+        Errors of the other scorer are passed on."""
         if self._others is None:
             return _weighed(await self._own(episodes, prompt), self._section.weight)
         own, others = await side_by_side(
@@ -297,8 +297,8 @@ class JudgeScorer:
         )
 
     async def _own(self, episodes: Sequence[Episode], prompt: Prompt) -> tuple[Score, ...]:
-        """Return the judge's scores, before weighting. Answers alike to one task are judged once;
-        answers are ranked among those to their task, which may differ from member to member."""
+        """Return the judge's scores, before weighting. Identical answers to one task are judged
+        once. Answers are ranked among the answers to their task, which may differ by member."""
         shown = [
             _Shown(
                 self._transcripts.task(one, prompt, reference=self._section.show_reference),
@@ -321,7 +321,7 @@ class JudgeScorer:
             if away and (self._on_failure == "fail" or not rows):
                 raise away[0]
 
-        with suppress(GivenUp):  # it was waited for, long enough
+        with suppress(GivenUp):  # it was waited for long enough
             await self._desk.outages.until_answered(
                 self._desk.name, unless_away, about=prompt.prompt_id
             )
@@ -340,7 +340,7 @@ class JudgeScorer:
         )
 
     def _note_failures(self, answers: int, failure: Unjudged, prompt: Prompt) -> None:
-        """Count answers without scores. Raises RolloutError with on_failure=fail."""
+        """Count answers without scores. Raises RolloutError if on_failure=fail."""
         for _ in range(answers):
             self._count("judge_failures")
         if self._on_failure == "fail":
@@ -368,15 +368,15 @@ class JudgeScorer:
 
 
 class _Shown(NamedTuple):
-    """What a judge sees of one episode."""
+    """What the judge sees of one episode."""
 
     task: JudgedTask
     answer: str
 
 
 def _asked_together(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
-    """Return what is asked in each question, without what is alike: one answer, or if they are
-    ranked all those to one task."""
+    """Return the answers of each question, without duplicates: one answer, or all answers to one
+    task if they are ranked."""
     different = sorted(dict.fromkeys(shown), key=lambda one: _shuffled(one.answer))
     if not ranked:
         return [[one] for one in different]
@@ -395,7 +395,7 @@ def _weighed(scores: Sequence[Score], weight: float) -> tuple[Score, ...]:
 
 
 def _shuffled(text: str) -> str:
-    """Return a key that orders answers by nothing that means something, the same at each time."""
+    """Return a key that orders answers arbitrarily but reproducibly."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
@@ -407,8 +407,8 @@ class Transcripts:
     decode_all: Decode  # keeps them
 
     def task(self, episode: Episode, prompt: Prompt, *, reference: bool) -> JudgedTask:
-        """Return what the answer was given to: the prompt's text, if that is all that was said
-        beside a system prompt; else what its environment or its messages wrote."""
+        """Return the task of the answer. That is the prompt's text if the only other message is a
+        system prompt, else everything before the first sampled token."""
         begun = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
         said = [m for m in prompt.messages if m["role"] not in ("system", "developer")]
         text = prompt.text if len(said) < 2 else ""
@@ -416,8 +416,8 @@ class Transcripts:
         return JudgedTask(text=text, reference=prompt.reference.strip() if reference else "")
 
     def answer(self, episode: Episode) -> str:
-        """Return the answer; of several turns or contexts all that follows the task, replies and
-        special tokens included."""
+        """Return the answer. With several turns or contexts, it is everything after the task,
+        including replies and special tokens."""
         if episode.num_turns == 1 and len(episode.starts) == 1:
             return self.decode(episode.token_ids[episode.drawn])
         ends = (*episode.starts[1:], len(episode.token_ids))

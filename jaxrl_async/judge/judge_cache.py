@@ -1,4 +1,4 @@
-"""Scores of a judge on disk, a JSON object a line: no question is paid for twice. Needs no JAX."""
+"""On-disk cache of judge scores, one JSON object per line. Needs no JAX."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 Scores = tuple[tuple[float, ...], ...]
 """One row for each answer of a question, one number from 0 to 1 for each criterion."""
 MOST_KEPT = 100_000
-"""Most questions that are remembered, about 40 MB; the oldest are forgotten."""
+"""Maximum number of cached questions, about 40 MB; the oldest are dropped."""
 
 
 def question_key(body: Mapping[str, Any]) -> str:
-    """Return the key of a call: of its model, messages and all settings."""
+    """Return the cache key of a call, from its model, messages and all settings."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -32,7 +32,7 @@ class JudgeCache:
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Remember what a file holds, and write there from now on. A torn line is left out."""
+        """Load a file's scores, and append to the file from now on. A torn line is skipped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             early, torn = self._known, 0
@@ -42,7 +42,7 @@ class JudgeCache:
                     for line in lines:
                         torn += not self._remember_line(line)
             if torn:
-                log.warning("%s: %d lines that cannot be read are left out", path, torn)
+                log.warning("%s: skipped %d unreadable lines", path, torn)
             self._file = path.open("a", encoding="utf-8")
             if path.stat().st_size and torn:
                 self._file.write("\n")
@@ -52,18 +52,18 @@ class JudgeCache:
                     self._write(key, scores)
 
     def get(self, key: str) -> Scores | None:
-        """Return the scores of a question; None: not known."""
+        """Return the scores of a question; None: not cached."""
         with self._lock:
             return self._known.get(key)
 
     def put(self, key: str, scores: Scores) -> None:
-        """Remember the scores of a question."""
+        """Store the scores of a question."""
         with self._lock:
             self._remember(key, scores)
             self._write(key, scores)
 
     def close(self) -> None:
-        """Write no more. Idempotent."""
+        """Stop writing to the file. Idempotent."""
         with self._lock:
             if self._file is not None:
                 self._file.close()

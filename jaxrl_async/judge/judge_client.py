@@ -1,7 +1,7 @@
-"""One OpenAI-compatible endpoint over HTTP: a chat goes in, a reply's text and its tokens come out.
-Needs no JAX.
+"""HTTP client of one OpenAI-compatible endpoint: sends a chat, returns the reply's text and token
+counts. Needs no JAX.
 
-Used on one event loop. Proxies of the environment (HTTPS_PROXY) are used.
+Used on one event loop. Honours the environment's proxies (HTTPS_PROXY).
 """
 
 import asyncio
@@ -16,36 +16,36 @@ from jaxrl_async.away import retry_after_s
 from jaxrl_async.errors import Away, EndpointMisset, RolloutError
 
 MAX_REPLY_BYTES = 2**20
-"""Most bytes of one reply of the endpoint."""
+"""Maximum size of one reply of the endpoint, bytes."""
 CONNECT_S = 10.0
-"""Longest wait for a connection, seconds."""
+"""Connection timeout, seconds."""
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses after which the same call may succeed."""
 WRONG_FOR_ALL = (401, 403, 404, 405)
-"""Statuses that no call can be without."""
+"""Statuses that apply to every call."""
 OF_THE_QUESTION = (400, 413, 422)
-"""Statuses that may be due to one question, such as one that is too long."""
+"""Statuses that may be caused by one question, such as one that is too long."""
 
 
 class JudgeBusy(Away):
-    """The endpoint did not answer, or met an overload: the same call may succeed later."""
+    """The endpoint did not answer or is overloaded: the same call may succeed later."""
 
 
 class JudgeRefusal(RolloutError):
-    """The endpoint is well and does not serve this question."""
+    """The endpoint works but rejects this question."""
 
 
 class JudgeMisset(EndpointMisset):
-    """The endpoint will serve no question: its address, key or model is wrong."""
+    """The endpoint cannot serve any question: its address, key or model is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReply:
-    """What the endpoint said."""
+    """A reply of the endpoint."""
 
     text: str
-    cut: bool  # at its limit of tokens
-    prompt_tokens: int  # 0: not told
+    cut: bool  # at its token limit
+    prompt_tokens: int  # 0: not reported
     completion_tokens: int
 
 
@@ -65,10 +65,10 @@ class JudgeClient:
 
         Args:
             base_url: up to /v1.
-            key: API key; None: none is sent.
-            places: calls that may be under way at once.
-            timeout_s: longest time for one call, seconds.
-            setting: what configures it, for errors.
+            key: API key; None: not sent.
+            places: maximum number of concurrent calls.
+            timeout_s: timeout of one call, seconds.
+            setting: name of the setting that configures it, for error messages.
         """
         self._setting = setting
         self._url, self._timeout_s = base_url.rstrip("/") + "/chat/completions", timeout_s
@@ -102,7 +102,7 @@ class JudgeClient:
         return reply_of(content, self._url)
 
     async def _sent(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
-        """Return the status, the headers and the whole body of the answer. Raises JudgeBusy."""
+        """Return the status, headers and full body of the response. Raises JudgeBusy."""
         content = bytearray()
         try:
             async with (
@@ -115,19 +115,19 @@ class JudgeClient:
                         raise JudgeBusy(f"{self._url} sent more than {MAX_REPLY_BYTES:,} bytes")
         except TimeoutError:
             raise JudgeBusy(
-                f"no whole answer from {self._url} in {self._timeout_s:g} s "
+                f"no complete answer from {self._url} in {self._timeout_s:g} s "
                 f"({self._setting}.timeout_s)"
             ) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise JudgeBusy(
-                f"no answer from {self._url} ({type(error).__name__}: {error}); see whether it can "
-                "be reached from here"
+                f"no answer from {self._url} ({type(error).__name__}: {error}); check that it can "
+                "be reached from this machine"
             ) from error
         return reply.status_code, reply.headers, bytes(content)
 
 
 def reply_of(content: bytes, url: str) -> JudgeReply:
-    """Return the reply in a chat completion's JSON. Raises JudgeBusy if it holds none."""
+    """Return the reply in a chat completion's JSON. Raises JudgeBusy if there is no text."""
     try:
         given = json.loads(content)
         choice = given["choices"][0]
@@ -136,7 +136,7 @@ def reply_of(content: bytes, url: str) -> JudgeReply:
         text = None
     if not isinstance(text, str):
         said = content[:300].decode(errors="replace")
-        raise JudgeBusy(f"{url} answers what is no chat completion with a text: {said}")
+        raise JudgeBusy(f"{url} did not return a chat completion with text: {said}")
     usage = given.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     return JudgeReply(

@@ -1,11 +1,11 @@
-"""What a judge is asked, and how its reply is read. Pure; needs no JAX.
+"""Prompts for a judge, and parsing of its replies. Pure; needs no JAX.
 
 rubric ──┐
 task ────┼──> JudgeQuestion: messages ──the endpoint──> reply ──read──> scores, 0 to 1
-answers ─┘              (data between marks that no answer can know)
+answers ─┘              (data between marks that the answers' authors cannot know)
 
-Each criterion's number is asked on a scale of the user's and becomes 0 to 1. A reply is taken only
-if it ends with exactly what was asked for.
+Each criterion is scored on a user-defined scale, and the number is mapped to 0 to 1. A reply is
+accepted only if it ends in exactly the requested form.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from jaxrl_async.judge.judge_cache import Scores
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 
 WHOLE = "judge"
-"""Part of the score for a rubric that is one text."""
+"""Score part for a rubric that is a single text."""
 MOST_CANDIDATES = 50
-"""Most places of a reply at which its JSON object may begin."""
+"""Maximum number of places in a reply that are tried as the start of its JSON object."""
 NUMBER = re.compile(r"(?:score\s*[:=]\s*)?([-+]?\d{1,9}(?:\.\d{1,9})?)\.?", re.IGNORECASE)
 DATA = """\
 Task and answers stand between marks whose names end alike, in a code that their authors could not
@@ -37,14 +37,14 @@ better."""
 
 
 class UnreadableReply(Exception):
-    """A reply does not end with what was asked for; says in words what is wrong."""
+    """A reply does not end in the requested form; the message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rubric:
-    """What a judge looks at."""
+    """The criteria of a judge."""
 
-    names: tuple[str, ...]  # of the criteria: parts of the score
+    names: tuple[str, ...]  # names of the criteria: parts of the score
     texts: tuple[str, ...]
     weights: tuple[float, ...]
     named: bool  # whether there are several criteria, or one with a name
@@ -57,10 +57,10 @@ class Rubric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedTask:
-    """What the answers were given to."""
+    """The task that the answers were given to."""
 
     text: str
-    reference: str = ""  # the right answer; empty: none is shown
+    reference: str = ""  # the reference answer; empty: not shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,12 @@ class JudgeQuestion:
     """One call of the judge."""
 
     messages: tuple[Mapping[str, str], ...]
-    ids: tuple[str, ...]  # of the answers or steps to be judged; (): one, which has none
-    names: tuple[str, ...]  # of the criteria; (): one number for each
+    ids: tuple[str, ...]  # of the answers or steps to be judged; (): a single one without an id
+    names: tuple[str, ...]  # of the criteria; (): one number for each answer or step
     scale: tuple[float, float]
 
     def read(self, reply: str) -> Scores:
-        """Return a row for each id, or one row, of a number from 0 to 1 for each criterion. Raises
+        """Return one row per id (or a single row) with a number from 0 to 1 per criterion. Raises
         UnreadableReply."""
         if not self.ids and not self.names:
             return ((self._share(last_number(reply)),),)
@@ -88,16 +88,16 @@ class JudgeQuestion:
 
     def _row(self, given: Any, where: str) -> tuple[float, ...]:
         if not isinstance(given, dict):
-            raise UnreadableReply(f"{where} is no object")
+            raise UnreadableReply(f"{where} is not an object")
         _check_keys(given, self.names, where)
         return tuple(self._share(given[name]) for name in self.names)
 
     def _share(self, number: Any) -> float:
-        """Return a number of the scale as 0 to 1."""
+        """Map a number of the scale to 0 to 1."""
         worst, best = self.scale
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not worst <= number <= best:
-            raise UnreadableReply(f"{str(number)[:40]} is no number from {worst:g} to {best:g}")
+            raise UnreadableReply(f"{str(number)[:40]} is not a number from {worst:g} to {best:g}")
         return (float(number) - worst) / (best - worst)
 
 
@@ -115,15 +115,15 @@ def rubric_of(section: JudgeSection) -> Rubric:
         return Rubric(names=(WHOLE,), texts=(given.strip(),), weights=(1.0,), named=False)
     if not isinstance(given, dict) or not given:
         raise ConfigError(
-            f"{where} is {'empty' if not given else 'no rubric'}. Give a text, or a mapping of "
+            f"{where} is {'empty' if not given else 'not a rubric'}. Give a text, or a mapping of "
             "criteria: {right: The result is right.}."
         )
     criteria = {str(name): _criterion(value, f"{where}: {name}") for name, value in given.items()}
     for name in criteria:
         if name != part_name(name) or names_a_metric(name):
             raise ConfigError(
-                f"{where}: a criterion cannot be called {name!r}, which is to be part of a "
-                "metric's name. Take letters, digits and _ . -, and no metric's name."
+                f"{where}: {name!r} cannot be the name of a criterion, because it becomes part of "
+                "a metric's name. Use letters, digits and _ . -, and no metric's name."
             )
     return Rubric(
         names=tuple(criteria),
@@ -212,7 +212,7 @@ def _question(
     names: tuple[str, ...],
     scale: tuple[float, float],
 ) -> JudgeQuestion:
-    """Put the rubric into a system message, and the data between marks into the user's."""
+    """Put the rubric into a system message, and the data between marks into a user message."""
     data = [(kind, text.encode("utf-8", "replace").decode()) for kind, text in data]
     code = hashlib.sha256("\0".join(text for _, text in data).encode()).hexdigest()[:12]
     blocks, number = [], 0
@@ -233,7 +233,7 @@ def _question(
 
 
 def _form(ids: Sequence[str], names: Sequence[str], scale: tuple[float, float]) -> str:
-    """Say how the reply must end."""
+    """Return the instructions on how the reply must end."""
     worst, best = scale
     numbers = f"Each NUMBER is from {worst:g} (worst) to {best:g} (best)."
     if not ids and not names:
@@ -250,7 +250,7 @@ def _form(ids: Sequence[str], names: Sequence[str], scale: tuple[float, float]) 
 
 
 def asked_again(question: JudgeQuestion, reply: str, reason: str) -> tuple[Mapping[str, str], ...]:
-    """Return the messages that ask once more after a reply that could not be read."""
+    """Return the messages that ask again after an unreadable reply."""
     again = f"This cannot be read: {reason}. Reply again, and end exactly as asked."
     return (
         *question.messages,
@@ -263,7 +263,7 @@ def asked_again(question: JudgeQuestion, reply: str, reason: str) -> tuple[Mappi
 
 
 def last_number(reply: str) -> float:
-    """Return the number that is the reply's last line. Raises UnreadableReply."""
+    """Return the number on the reply's last line. Raises UnreadableReply."""
     lines = [line.strip(" \t*_`") for line in reply.strip().splitlines() if line.strip()]
     found = NUMBER.fullmatch(lines[-1]) if lines else None
     if found is None:
@@ -272,7 +272,8 @@ def last_number(reply: str) -> float:
 
 
 def last_object(reply: str) -> dict[str, Any]:
-    """Return the JSON object at the reply's end, also in a code fence. Raises UnreadableReply."""
+    """Return the JSON object at the end of the reply, also in a code fence. Raises
+    UnreadableReply."""
     text = reply.rstrip().removesuffix("```").rstrip()
     starts = [m.start(1) for m in re.finditer(r"(?:^|\n)[ \t]*(\{)", text)]
     for start in starts[-MOST_CANDIDATES:]:
@@ -280,15 +281,15 @@ def last_object(reply: str) -> dict[str, Any]:
             return _object(text[start:])
         except (ValueError, RecursionError):
             continue
-    raise UnreadableReply("it does not end with a JSON object that begins on a line of its own")
+    raise UnreadableReply("it does not end with a JSON object that begins on a new line")
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Parse a JSON object whose keys are all different."""
+    """Parse a JSON object without duplicate keys."""
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            raise ValueError("a key stands there twice")
+            raise ValueError("duplicate key")
         return dict(pairs)
 
     given: dict[str, Any] = json.loads(text, object_pairs_hook=distinct)

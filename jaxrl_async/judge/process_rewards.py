@@ -1,12 +1,12 @@
-"""Rewards of the steps within an answer, beside the reward of the whole. Needs no JAX.
+"""Rewards for the steps of an answer, in addition to the reward of the whole. Needs no JAX.
 
         ┌─> all other scorers ──────────────> Scores ─┐
 group ──┤                                             ├──> Scores with process_rewards
         └─> steps ──> function, or the judge ─────────┘
-                                    └─ the group is too old: it goes on without them
+                                    └─ the group is too old: it continues without them
 
-A step's reward is credited to its last token. What came in time is left out after all where the
-group is older than reward.process.max_age when it is learnt (algorithms.process_age).
+A step's reward is credited to its last token. Rewards that arrived in time are still dropped if
+the group is older than reward.process.max_age when it is trained on (algorithms.process_age).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from jaxrl_async.errors import (
     RolloutError,
     RolloutTimeout,
 )
-from jaxrl_async.judge.judge import JudgeDesk, Transcripts, Unjudged
+from jaxrl_async.judge.judge import JudgeService, Transcripts, Unjudged
 from jaxrl_async.judge.judge_prompt import about_steps
 from jaxrl_async.lent import copied_columns, read_only
 from jaxrl_async.ports.rollout import Scorer
@@ -40,12 +40,12 @@ from jaxrl_async.types import Episode, FloatArray, Prompt, Score
 log = logging.getLogger(__name__)
 
 NAMES = ("prompt", "reference", "columns", "completion", "steps", "token_ids", "episode")
-"""What a function of the user's may ask for by name: the task's text, its right answer, the whole
-record; the answer's drawn text, its steps' texts, its drawn tokens; all of it as an Episode."""
+"""Names of the parameters of a user's function: task text, reference answer, whole record;
+generated text, texts of the steps, generated tokens; the full Episode."""
 MORE_BYTES = 3
-"""Most bytes of a character in UTF-8 after its first, each of which may be a token."""
+"""Maximum bytes of a UTF-8 character after its first; each may be a token."""
 LOOK_S = 0.25
-"""Time between two looks at the age of a group, seconds."""
+"""Interval between checks of a group's age, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class RewardedStep:
 
 
 class StepRewards(Protocol):
-    """Whatever rewards steps."""
+    """A function that rewards steps."""
 
     async def __call__(
         self, episode: Episode, prompt: Prompt, steps: Sequence[RewardedStep]
@@ -72,12 +72,12 @@ class StepRewards(Protocol):
 def steps_of(
     episode: Episode, section: ProcessSection, decode: Callable[[Any], str]
 ) -> tuple[RewardedStep, ...]:
-    """Cut what the policy drew into steps, in order.
+    """Split the tokens that the policy generated into steps, in order.
 
     Args:
         episode: one answer, of any number of turns and contexts.
-        section: what a step is.
-        decode: turns token ids into text.
+            section: definition of a step.
+            decode: converts token ids to text.
     """
     steps: list[RewardedStep] = []
     for begin, end in drawn_runs(episode):
@@ -100,7 +100,7 @@ def steps_of(
 
 
 def drawn_runs(episode: Episode) -> list[tuple[int, int]]:
-    """Return begin and end of each stretch of tokens that the policy drew in one turn."""
+    """Return begin and end of each span of tokens that the policy generated in one turn."""
     flags = episode.drawn.astype(np.int8)
     edges = np.diff(flags, prepend=0, append=0)
     begins = {int(i) for i in np.flatnonzero(edges == 1)}
@@ -113,8 +113,8 @@ def drawn_runs(episode: Episode) -> list[tuple[int, int]]:
 
 
 def _cuts(text: str, separator: str) -> list[tuple[str, int]]:
-    """Cut a text after each separator; return each piece and the place of its end. A piece without
-    a visible character belongs to the one before it."""
+    """Split a text after each separator; return each piece and its end position. A piece of only
+    whitespace is joined to the piece before it."""
     pieces: list[tuple[str, int]] = []
     at = 0
     while at < len(text):
@@ -130,14 +130,14 @@ def _cuts(text: str, separator: str) -> list[tuple[str, int]]:
 
 
 class _Lengths:
-    """How long the text of the first tokens is, found by bisection."""
+    """Lengths of the text of the first tokens, found by bisection."""
 
     def __init__(self, token_ids: Any, text: str, decode: Callable[[Any], str]) -> None:
         self._token_ids, self._text, self._decode = token_ids, text, decode
         self._of = functools.cache(lambda count: len(decode(token_ids[:count])))
 
     def token_at(self, place: int) -> int:
-        """Return the index of the token that completes so many characters."""
+        """Return the index of the token that completes this number of characters."""
         low, high = 1, len(self._token_ids)
         while low < high:
             middle = (low + high) // 2
@@ -145,8 +145,8 @@ class _Lengths:
         return self._whole(low, place) - 1
 
     def _whole(self, count: int, place: int) -> int:
-        """Return how many tokens complete the character before `place`, of which the first `count`
-        may have only some of the bytes: these are shown as another character."""
+        """Return the number of tokens that complete the character before `place`. The first
+        `count` may hold only some of its bytes, which are decoded as another character."""
         wanted, last = self._text[place - 1 : place], min(count + MORE_BYTES, len(self._token_ids))
         for more in range(count, last + 1):
             if self._decode(self._token_ids[:more])[place - 1 : place] == wanted:
@@ -154,11 +154,11 @@ class _Lengths:
         return count
 
 
-# ---- what rewards them
+# ---- sources of step rewards
 
 
 class FunctionSteps:
-    """StepRewards by a function of the user's, called by the names of its parameters."""
+    """StepRewards from a user's function, called with its parameters by name."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class FunctionSteps:
         timeout_s: float,
         threads: int,
     ) -> None:
-        """Raises ConfigError if the function asks for something that there is not."""
+        """Raises ConfigError if the function has a parameter with an unknown name."""
         self._function, self._name, self._decode = function, name, decode
         self._wanted = _wanted(function, f"reward.process.function = {name!r}")
         self._timeout_s, self._threads = timeout_s, Threads(threads)
@@ -198,7 +198,7 @@ class FunctionSteps:
             return _numbers(outcome.get(), len(steps))
         except TooLate:
             raise RolloutTimeout(
-                f"{about} took more than {self._timeout_s:g} s for one answer. Make it quicker or "
+                f"{about} took more than {self._timeout_s:g} s for one answer. Make it faster or "
                 "raise reward.process.timeout_s."
             ) from None
         except RolloutError as error:
@@ -206,7 +206,7 @@ class FunctionSteps:
 
 
 def _wanted(function: Callable[..., Any], where: str) -> tuple[str, ...]:
-    """Return the names that the function asks for."""
+    """Return the names of the arguments that the function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -222,8 +222,8 @@ def _wanted(function: Callable[..., Any], where: str) -> tuple[str, ...]:
             f"it asks for {(unknown + placed)[0]!r}" if unknown or placed else "it sees no answer"
         )
         raise ConfigError(
-            f"{where} cannot be called: {asks}. It is called by the names of its parameters, of "
-            f"{', '.join(NAMES)}."
+            f"{where} cannot be called: {asks}. It is called with its parameters by name. Known "
+            f"names: {', '.join(NAMES)}."
         )
     return wanted
 
@@ -237,17 +237,17 @@ def _numbers(results: Any, count: int) -> list[float]:
     numbers = [] if listed is None else [finite(value) for value in listed]
     if listed is None or len(listed) != count or any(number is None for number in numbers):
         raise RefusedScore(
-            f"gave {cited(results)}. It must give {count} finite numbers, one for each step, in "
+            f"gave {cited(results)}. It must return {count} finite numbers, one for each step, in "
             "order."
         )
     return [number for number in numbers if number is not None]
 
 
 class JudgedSteps:
-    """StepRewards by the judge: each step's number, 0 to 1, divided by the number of steps."""
+    """StepRewards from the judge: each step's number, 0 to 1, divided by the number of steps."""
 
     def __init__(
-        self, desk: JudgeDesk, judge: JudgeSection, rubric: str, transcripts: Transcripts
+        self, desk: JudgeService, judge: JudgeSection, rubric: str, transcripts: Transcripts
     ) -> None:
         self._desk, self._judge, self._rubric = desk, judge, rubric
         self._transcripts = transcripts
@@ -267,22 +267,22 @@ class JudgedSteps:
         return [row[0] / len(steps) for row in answer]
 
 
-# ---- beside the outcome
+# ---- combined with the outcome
 
 
 class ProcessTally:
-    """What became of process rewards since the start. Owned by the rollouts' thread."""
+    """Process rewards counted since the start. Owned by the rollouts' thread."""
 
     def __init__(self) -> None:
         self.steps, self.total = 0, 0.0
 
     def read(self) -> dict[str, float]:
-        """Return how many steps were rewarded, and the sum of their rewards before weighting."""
+        """Return the number of rewarded steps, and the sum of their rewards before weighting."""
         return {"steps": float(self.steps), "total": self.total}
 
 
 class ProcessScorer:
-    """ports.Scorer: another scorer's scores, with token rewards if they come in time."""
+    """ports.Scorer: another scorer's scores, with token rewards if they arrive in time."""
 
     def __init__(
         self,
@@ -294,23 +294,23 @@ class ProcessScorer:
         count: Callable[[str], None] = lambda name: None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Reward steps side by side with `outcome`.
+        """Reward steps in parallel with `outcome`.
 
         Args:
-            outcome: judges whole answers.
+            outcome: scores whole answers.
             rewards: rewards steps.
-            section: what a step is, how long a group waits, and the weight.
-            decode: turns token ids into text.
+            section: definition of a step, maximum wait of a group, and the weight.
+            decode: converts token ids to text.
             count: called with the name of each fault.
-            version: the newest version of the weights; may be replaced before the run starts.
+            version: newest version of the weights; may be replaced before the run starts.
         """
         self._outcome, self._rewards, self._section = outcome, rewards, section
         self._decode, self._count, self.version = decode, count, version
         self.tally = ProcessTally()
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode. Raises what the other scorer raises, and RolloutError for failed
-        process rewards with on_failure=fail."""
+        """Score each episode. Errors of the other scorer are passed on. Failed process rewards
+        raise RolloutError if on_failure=fail."""
         process = asyncio.ensure_future(self._of_group(episodes, prompt))
         try:
             scores = await self._outcome(episodes, prompt)
@@ -351,7 +351,7 @@ class ProcessScorer:
         episodes: Sequence[Episode],
         prompt: Prompt,
     ) -> tuple[FloatArray, ...] | None:
-        """Return the process rewards; None: the group goes on without them."""
+        """Return the process rewards; None: the group continues without them."""
         loop, section = asyncio.get_running_loop(), self._section
         until = None if section.max_age_s is None else loop.time() + section.max_age_s
         oldest = oldest_version(episodes)
@@ -360,7 +360,7 @@ class ProcessScorer:
             aged = section.max_age is not None and self.version() - oldest >= section.max_age
             if aged or (left_s is not None and left_s <= 0):
                 self._count("late_process_rewards")
-                log.info("prompt %d goes on without its process rewards: late", prompt.prompt_id)
+                log.info("prompt %d continues without process rewards: late", prompt.prompt_id)
                 return None
             looks = [LOOK_S] if section.max_age is not None else []
             looks += [] if left_s is None else [left_s]
@@ -371,14 +371,12 @@ class ProcessScorer:
             if section.on_failure == "fail" or isinstance(error, EndpointMisset):
                 raise
             self._count("failed_process_rewards")
-            log.warning(
-                "prompt %d goes on without its process rewards: %s", prompt.prompt_id, error
-            )
+            log.warning("prompt %d continues without process rewards: %s", prompt.prompt_id, error)
             return None
 
 
 def oldest_version(episodes: Sequence[Episode]) -> int:
-    """Return the version that drew the oldest token of a group; a large one if none was drawn."""
+    """Return the version that generated a group's oldest token; a large number if it has none."""
     versions = [int(e.versions[e.drawn].min()) for e in episodes if e.num_drawn]
     return min(versions, default=2**31 - 1)
 

@@ -7,7 +7,13 @@ from typing import Literal
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.judge.judge import JudgeDesk, JudgeScorer, Transcripts, judge_cache_file, make_desk
+from jaxrl_async.judge.judge import (
+    JudgeScorer,
+    JudgeService,
+    Transcripts,
+    judge_cache_file,
+    make_desk,
+)
 from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -17,7 +23,7 @@ from jaxrl_async.types import Episode, Prompt, Score
 
 
 class NoOutcome:
-    """ports.Scorer that rewards nothing."""
+    """A ports.Scorer that gives no reward."""
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Return scores of 0."""
@@ -38,13 +44,13 @@ class RunJudges:
 
         Args:
             config: reward.judge and reward.process.
-            tokenizer: decodes what is judged.
-            faults: counts what is survived.
-            outages: of the judge's endpoint; None: of its own.
+            tokenizer: decodes the tokens that are judged.
+            faults: counts recovered faults.
+            outages: Outages of the endpoint; None: a new object.
         """
         self._reward, self._tokenizer, self._count = config.reward, tokenizer, faults.add
         self._judge = judge = config.reward.judge
-        self._desk: JudgeDesk | None = None
+        self._desk: JudgeService | None = None
         self._rubric: Rubric | None = None
         if judge is not None:
             self._desk = make_desk(judge, faults.add, outages)
@@ -57,7 +63,8 @@ class RunJudges:
     def of_answers(
         self, others: Scorer | None, on_failure: Literal["fail", "neutral"] | None = None
     ) -> Scorer:
-        """Return what judges whole answers, beside `others`; on_failure: None: as configured."""
+        """Return a scorer of whole answers that adds to `others`; on_failure: None: as
+        configured."""
         assert self._judge is not None and self._rubric is not None, "the judge judges answers"
         assert self._desk is not None
         return JudgeScorer(
@@ -71,13 +78,13 @@ class RunJudges:
         )
 
     def with_process_rewards(self, outcome: Scorer) -> Scorer:
-        """Return what adds the configured process rewards to an outcome's scores."""
+        """Return a scorer that adds the configured process rewards to an outcome's scores."""
         self._process = self._process_scorer(outcome, waits=False)
         return self._process or outcome
 
     def process_trial(self) -> Scorer | None:
-        """Return what tries process rewards before a run, waiting as long as they take; None: none
-        are configured."""
+        """Return a scorer that tests process rewards before a run, without a time limit for the
+        group; None: none are configured."""
         return self._process_scorer(NoOutcome(), waits=True)
 
     def _process_scorer(self, outcome: Scorer, *, waits: bool) -> ProcessScorer | None:
@@ -86,7 +93,7 @@ class RunJudges:
             return None
         decode = self._tokenizer.decode
         if section.function == "judge":
-            assert self._desk is not None and self._judge is not None, "a rule asks for it"
+            assert self._desk is not None and self._judge is not None, "a config rule requires it"
             rewards: StepRewards = JudgedSteps(
                 self._desk, self._judge, section.rubric, self._transcripts
             )
@@ -107,11 +114,11 @@ class RunJudges:
     # ---- a run
 
     def cost(self) -> Mapping[str, float]:
-        """Return what the judge has cost so far; empty: there is none."""
+        """Return the cost of the judge so far; empty: no judge."""
         return {} if self._desk is None else self._desk.meter.read()
 
     def tally(self) -> Mapping[str, float]:
-        """Return what became of process rewards so far; empty: there are none."""
+        """Return the totals of process rewards so far; empty: none are configured."""
         return {} if self._process is None else self._process.tally.read()
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:

@@ -29,26 +29,26 @@ def make_trackers(section: MetricsSection) -> list[Tracker]:
     tracker could never be used."""
     check_trackers(section)
     found: list[Tracker] = []
-    if section.wandb.project is not None:
+    if section.wandb is not None:
         found.append(WandbTracker(section.wandb))
-    if section.mlflow.experiment is not None:
+    if section.mlflow is not None:
         found.append(MlflowTracker(section.mlflow))
-    if section.trackio.project is not None:
+    if section.trackio is not None:
         found.append(TrackioTracker(section.trackio.project))
     return found
 
 
 def check_trackers(section: MetricsSection) -> None:
     """Raise MissingExtraError if a tracker is switched on whose package is not installed."""
-    for setting, package, given in (
-        ("metrics.wandb.project", "wandb", section.wandb.project),
-        ("metrics.mlflow.experiment", "mlflow", section.mlflow.experiment),
-        ("metrics.trackio.project", "trackio", section.trackio.project),
+    for package, given in (
+        ("wandb", section.wandb),
+        ("mlflow", section.mlflow),
+        ("trackio", section.trackio),
     ):
         if given is not None and not _is_installed(package):
             raise MissingExtraError(
-                f"{setting}={given} needs the package {package}, which is not installed. Run "
-                f"`pip install 'jaxrl_async[{package}]'` or set {setting}=null."
+                f"metrics.{package} needs the package {package}, which is not installed. Run "
+                f"`pip install 'jaxrl_async[{package}]'` or set metrics.{package}=null."
             )
 
 

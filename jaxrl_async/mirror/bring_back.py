@@ -1,4 +1,4 @@
-"""Before a run begins: bring it back from its copy, or see that the copy is free for it."""
+"""Prepare a run that has a copy: restore its folder, or check that the address is free."""
 
 import logging
 import shutil
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def bring_back(run: RunSection) -> None:
-    """Fetch the run's folder from its copy if it is to be resumed and is not here.
+    """Fetch the run's folder from its copy if the run is resumed and has no local folder.
 
-    A folder that is here is used as it is, unless another machine has continued the copy since:
-    then it is moved aside, and the copy is fetched. Raises ConfigError if the copy cannot be
-    reached, or if it holds a run that is not this one.
+    A local folder is used as it is, unless another machine has continued the copy since. In that
+    case the folder is moved aside and the copy is fetched. Raises ConfigError if the copy cannot be
+    reached, or if it holds an unrelated run.
     """
     if run.copy_to is None:
         return
@@ -51,12 +51,12 @@ def bring_back(run: RunSection) -> None:
             return
         if not known:
             raise ConfigError(
-                f"{root} and its copy {place.address} hold runs that know nothing of each other. "
-                "Move the one aside that is not to be continued, or choose another run.name."
+                f"{root} and its copy {place.address} hold unrelated runs. "
+                "Move aside the one that you do not want to continue, or choose another run.name."
             )
-        log.warning("%s was continued elsewhere since; it is fetched anew", place.address)
+        log.warning("%s was continued on another machine; fetching it again", place.address)
     if root.is_dir():
-        log.warning("%s is moved aside, to %s", root, move_aside(root))
+        log.warning("moved %s aside, to %s", root, move_aside(root))
     try:
         fetch(place, names, root, owner)
     except OSError as error:
@@ -64,14 +64,15 @@ def bring_back(run: RunSection) -> None:
 
 
 def begin_copy(run: RunSection, place: CopyPlace, sign: str) -> None:
-    """Make this process the one that writes the copy; with run.overwrite an old one is moved aside.
+    """Make this process the writer of the copy. With run.overwrite, an old copy is moved aside.
     Raises ConfigError."""
     try:
         if not run.resume and holds_run(place.names()):
             if not run.overwrite:
                 raise _taken(place)
-            log.warning("%s is moved aside, to %s", place.address, place.move_aside())
-        add_signs(Path(run.dir) / run.name / SIGNS, (sign,))  # first: it may be killed in between
+            log.warning("moved %s aside, to %s", place.address, place.move_aside())
+        # first: the process may be killed here
+        add_signs(Path(run.dir) / run.name / SIGNS, (sign,))
         place.take(sign)
     except ConfigError:
         raise
@@ -80,15 +81,15 @@ def begin_copy(run: RunSection, place: CopyPlace, sign: str) -> None:
 
 
 def fetch(place: CopyPlace, names: Iterable[str], root: Path, owner: str | None) -> None:
-    """Copy a run here, with the newest whole checkpoint of each kind; the folder appears whole or
-    not at all. A checkpoint that is not what was written is left out for the one before it."""
+    """Download a run with the newest complete checkpoint of each kind. The folder appears complete
+    or not at all. If a checkpoint's checksums do not match, the previous checkpoint is used."""
     log.warning("fetching %s to %s", place.address, root)
     root.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=root.parent, prefix=".fetching-"))
     try:
         for name in names:
             if ".." in name.split("/"):
-                raise OSError(f"the name {name!r} leads out of the folder")
+                raise OSError(f"the name {name!r} points outside the folder")
             if name != OWNER and OF_CHECKPOINT.fullmatch(name) is None:
                 place.get(name, made / name)
         for folder, steps in whole_checkpoints(names).items():
@@ -102,7 +103,7 @@ def fetch(place: CopyPlace, names: Iterable[str], root: Path, owner: str | None)
 def _fetch_newest(
     place: CopyPlace, names: Iterable[str], made: Path, folder: str, steps: list[int]
 ) -> None:
-    """Fetch the first of these steps whose files are those that were written."""
+    """Fetch the first of these steps whose files match their checksums."""
     for step in steps:
         for name in names:
             if name.startswith(f"{folder}/{step}/"):
@@ -110,7 +111,7 @@ def _fetch_newest(
         try:
             check_files(made / folder / str(step))
         except (OSError, ValueError) as error:
-            log.warning("%s: checkpoint %s/%d is left out: %s", place.address, folder, step, error)
+            log.warning("%s: skipping checkpoint %s/%d: %s", place.address, folder, step, error)
             shutil.rmtree(made / folder / str(step))
         else:
             return
@@ -118,7 +119,7 @@ def _fetch_newest(
 
 def _taken(place: CopyPlace) -> ConfigError:
     return ConfigError(
-        f"{place.address} (run.copy_to) holds a copy of a run already. Continue it with --resume, "
-        "replace it with run.overwrite=true (the old one is moved aside), or choose another "
+        f"{place.address} (run.copy_to) already holds a copy of a run. Continue it with --resume, "
+        "replace it with run.overwrite=true (the old copy is moved aside), or choose another "
         "run.name."
     )

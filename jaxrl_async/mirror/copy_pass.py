@@ -1,11 +1,11 @@
-"""What brings a run's folder to its copy, one pass after another.
+"""Copy a run's folder to its remote address, one pass after another.
 
 finished checkpoints ──hard links──> .copying/ ──> files of the run ──> files of each checkpoint,
-    its mark last ──> what is gone here is removed there
+    its checksums last ──> files removed here are removed there
 
-The links are made first: the run may remove a checkpoint while it is on its way. The run's other
-files go before a checkpoint's mark, so that the copy's ledger reaches at least as far as its
-newest checkpoint.
+The hard links are made first because the run may remove a checkpoint during the upload. The run's
+other files are sent before a checkpoint's checksums, so the copy's ledger reaches at least as far
+as its newest checkpoint.
 """
 
 import os
@@ -27,41 +27,41 @@ from jaxrl_async.run.folder import WANDB, FolderWatch
 from jaxrl_async.run.signs import SIGNS
 
 STAGE = ".copying"
-"""Folder in the run's for what is on its way."""
+"""Folder inside the run's folder for files that are being uploaded."""
 LEFT_OUT = (STAGE, SIGNS, SIGNS + ".tmp", "lock", WANDB, JOIN_FILE)
-"""Entries of a run's folder that are never copied: the last may hold a secret."""
+"""Entries of a run's folder that are never copied. The last one may hold a secret."""
 WEIGHTS = ".safetensors"
-"""What the names of large files end with, which nobody appends to."""
+"""Suffix of large files that are never appended to."""
 
 
 class TakenOver(JaxrlError):
-    """Another process writes this copy now."""
+    """Another process now writes this copy."""
 
 
 class FolderMirror:
-    """A run's folder and its copy. Used by one thread at a time."""
+    """A run's folder and its remote copy. Used by one thread at a time."""
 
     def __init__(self, root: Path, place: CopyPlace, keep: int, sign: str) -> None:
-        """Remember both; nothing is read.
+        """Store the arguments; nothing is read.
 
         Args:
-            root: the run's folder.
-            place: the copy.
-            keep: newest checkpoints that the copy keeps.
-            sign: of this process.
+            root: folder of the run.
+            place: location of the copy.
+            keep: number of newest checkpoints that the copy keeps.
+            sign: identifies this process.
         """
         self._root, self._place, self._keep, self._sign = root, place, keep, sign
         self._watch = FolderWatch(root, appended=())
-        # What the copy holds: size and time here of what was sent; None: sent by another process.
+        # Files in the copy, with local size and mtime as sent; None: sent by another process.
         self._there: dict[str, tuple[int, int] | None] | None = None
 
     def has_finished(self) -> bool:
-        """Return whether there is a finished checkpoint that is not in the copy yet."""
+        """Return whether a finished checkpoint is not in the copy yet."""
         return bool(self._fresh())
 
     def update(self) -> None:
-        """Bring the copy to where the folder is. Raises TakenOver, FolderLost, and what the file
-        system does; then the next call continues where this one ended."""
+        """Bring the copy up to date with the folder. Raises TakenOver, FolderLost and file system
+        errors; after an error, the next call continues from where this one stopped."""
         self._watch.check()
         self._check_owner()
         if self._there is None:
@@ -71,20 +71,20 @@ class FolderMirror:
             self._send_files(there)
             for name, sign in staged.items():
                 self._send_checkpoint(name, sign, there)
-        self._watch.check()  # what is gone here is removed there: not if the whole folder is gone
+        self._watch.check()  # if the whole folder was lost, remove nothing from the copy
         self._remove(name for name, sign in there.items() if self._is_gone(name, sign))
 
     def _check_owner(self) -> None:
         owner = self._place.owner()
         if owner != self._sign:
             raise TakenOver(
-                f"{self._place.address} is written by another process now: this run is not copied "
-                "any more. Give one of the two runs another run.name."
+                f"{self._place.address} is now written by another process, so this run is no "
+                "longer copied. Give one of the two runs another run.name."
             )
 
     def _fresh(self) -> dict[str, tuple[int, int]]:
-        """Return the finished checkpoints, of those that are kept, that were not sent, with the
-        mark's size and time: FOLDER/STEP, of each folder the newest first."""
+        """Return the finished, kept checkpoints that were not sent yet: FOLDER/STEP, with size and
+        mtime of the checksum file, newest first within each folder."""
         there, fresh = self._there or {}, dict[str, tuple[int, int]]()
         for pattern in ("checkpoints", "*/checkpoints", "*/*/checkpoints"):
             for folder in self._root.glob(pattern):
@@ -103,8 +103,8 @@ class FolderMirror:
 
     @contextmanager
     def _staged(self, fresh: dict[str, tuple[int, int]]) -> Iterator[dict[str, tuple[int, int]]]:
-        """Hold the files of checkpoints, as links or copies, though the run may remove them; give
-        those that were all there."""
+        """Hold the checkpoints' files as links or copies, because the run may remove them. Yields
+        the checkpoints that were complete."""
         stage, held = self._root / STAGE, dict[str, tuple[int, int]]()
         shutil.rmtree(stage, ignore_errors=True)
         try:
@@ -122,7 +122,7 @@ class FolderMirror:
             shutil.rmtree(stage, ignore_errors=True)
 
     def _send_files(self, there: dict[str, tuple[int, int] | None]) -> None:
-        """Send the run's files that have changed, but for checkpoints."""
+        """Send the run's files that have changed, except checkpoints."""
         for name, path in _files(self._root):
             if OF_CHECKPOINT.fullmatch(name) or "/checkpoints/" in f"/{name}":
                 continue
@@ -136,7 +136,7 @@ class FolderMirror:
                     raise
 
     def _send_file(self, path: Path, name: str) -> None:
-        """Send one file as it is now: somebody may append to it meanwhile."""
+        """Send a snapshot of one file, because it may be appended to during the upload."""
         if path.name.endswith(WEIGHTS):
             self._place.put(path, name)
             return
@@ -151,8 +151,8 @@ class FolderMirror:
         sign: tuple[int, int],
         there: dict[str, tuple[int, int] | None],
     ) -> None:
-        """Send a checkpoint, its mark last, and remove those that the copy is to keep no more: all
-        but the newest, and what is newer than any here, which a resumed run has undone."""
+        """Send a checkpoint, its checksums last, and remove old ones from the copy: all but the
+        newest `keep`, and any newer than the newest local one (a resumed run has undone those)."""
         folder, _, step = name.rpartition("/")
         held, mark = self._root / STAGE / name, f"{name}/{CHECKSUMS}"
         if self._place.read(mark) != (held / CHECKSUMS).read_bytes():
@@ -179,8 +179,8 @@ class FolderMirror:
                 self._there.pop(name, None)
 
     def _is_gone(self, name: str, sign: tuple[int, int] | None) -> bool:
-        """Return whether the copy has a file that is not here any more. What others have put there
-        stays; which checkpoints are kept is settled when the next is sent, unless all are gone."""
+        """Return whether a file of the copy no longer exists here. Files of other processes stay.
+        Checkpoints are pruned when the next one is sent, unless the whole folder is gone."""
         match = OF_CHECKPOINT.fullmatch(name)
         if match is not None:
             return not (self._root / match[1]).exists()
@@ -188,7 +188,7 @@ class FolderMirror:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files below a folder of a run, with their names below it; links are left out."""
+    """Yield the files below a run's folder with relative names; symbolic links are skipped."""
     for at, folders, files in os.walk(folder):
         if Path(at) == folder:
             folders[:] = [name for name in folders if name not in LEFT_OUT]
@@ -200,13 +200,13 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sign_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file."""
+    """Return size and mtime of a file."""
     facts = path.stat()
     return facts.st_size, facts.st_mtime_ns
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, or copy it where its file system has no hard links."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except FileNotFoundError:

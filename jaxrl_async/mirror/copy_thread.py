@@ -1,9 +1,9 @@
-"""The thread that copies a run to its address while it goes on.
+"""The thread that copies a run to its remote address during training.
 
-    run's folder ──look each second──> FolderMirror.update() ──failed──> wait, doubled ──> again
+    run's folder ──check every second──> FolderMirror.update() ──failed──> back off ──> retry
 
-The trainer never waits for it. At the end the run waits until the copy is whole, or END_TRIES
-tries have failed.
+The trainer never waits for it. At the end, the run waits until the copy is complete or END_TRIES
+attempts have failed.
 """
 
 import logging
@@ -23,48 +23,51 @@ from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.remote_copy import open_place
 
 PERIOD_S = 30.0
-"""Wait between two copies of what has no checkpoint, seconds; at least REST times the last one."""
+"""Interval between copies without a new checkpoint, seconds; at least REST times the last copy's
+duration."""
 REST = 10.0
 LOOK_FOR_S = 1.0
-"""How often a finished checkpoint is looked for, seconds."""
+"""Interval between checks for a finished checkpoint, seconds."""
 END_TRIES = 6
-"""Tries at the end, with waits of 1, 2, 4, ... s between them."""
+"""Attempts at the end, with waits of 1, 2, 4, ... s between them."""
 
 log = logging.getLogger(__name__)
 
 
 class RunCopy:
-    """Copies one run from `begin` to the end of the `with`; without run.copy_to it does nothing."""
+    """Copies one run from `begin` until the `with` block ends. A no-op without run.copy_to."""
 
     def __init__(self) -> None:
-        """Begin nothing."""
+        """Start nothing yet."""
         self._address, self._root = "", Path()
         self._mirror: FolderMirror | None = None
-        self._is_lost = False  # another process writes the copy now, or the folder is gone
+        self._is_lost = False  # another process now writes the copy, or the folder is gone
         self._thread: threading.Thread | None = None
         self._ending, self._lock = threading.Event(), threading.Lock()
         self._failures, self._told, self._problem = 0, 0, ""
 
     def begin(self, run: RunSection, keep: int) -> None:
-        """Begin to copy a run whose folder was made; keep: newest checkpoints kept. Raises
-        ConfigError."""
+        """Start copying a run whose folder exists. Raises ConfigError.
+
+        keep: number of newest checkpoints to keep.
+        """
         if run.copy_to is None:
             return
         place, sign = open_place(run.copy_to, run.name), uuid.uuid4().hex
         begin_copy(run, place, sign)
         self._address, self._root = place.address, Path(run.dir) / run.name
         self._mirror = FolderMirror(self._root, place, keep, sign)
-        self._problem = "nothing was copied yet"
+        self._problem = "nothing has been copied yet"
         self._thread = threading.Thread(target=self._run, name="copy of the run", daemon=True)
         _COPIES.append(self)
         self._thread.start()
 
     def is_of(self, folder: Path) -> bool:
-        """Return whether this folder is the run's, or below it."""
+        """Return whether this folder is the run's folder or below it."""
         return folder.absolute().is_relative_to(self._root.absolute())
 
     def new_failures(self) -> int:
-        """Return how many tries have failed since the last call. Any thread may ask."""
+        """Return the number of failed attempts since the last call. Thread safe."""
         with self._lock:
             new, self._told = self._failures - self._told, self._failures
             return new
@@ -82,18 +85,18 @@ class RunCopy:
             log.error("%s", self.verdict()[0])
 
     def verdict(self) -> list[str]:
-        """Return where the copy lies and whether it is whole, as a line; empty: there is none."""
+        """Return one line with the copy's address and whether it is complete; empty: no copy."""
         if self._thread is None:
             return []
         if not self._problem:
-            return [f"copy of the run  {self._address} (whole)"]
+            return [f"copy of the run  {self._address} (complete)"]
         return [
-            f"copy of the run  {self._address} is NOT whole: {self._problem}. What is here is "
-            "whole: --resume copies it again once that is mended"
+            f"copy of the run  {self._address} is NOT complete: {self._problem}. The local folder "
+            "is complete: fix the problem and use --resume to copy it again"
         ]
 
     def _run(self) -> None:
-        """Copy until the end. Runs on a thread of its own."""
+        """Copy until the end, on this object's thread."""
         assert self._mirror is not None
         due_s, in_a_row = 0.0, 0
         while not self._ending.wait(LOOK_FOR_S):
@@ -113,32 +116,32 @@ class RunCopy:
                 time.sleep(backoff_s(1.0, attempt))
 
     def _copied(self) -> bool:
-        """Make one try; return whether all is in the copy."""
+        """Make one attempt; return whether everything is in the copy."""
         assert self._mirror is not None
         try:
             self._mirror.update()
-        except Exception as error:  # each file system has its own kinds
+        except Exception as error:  # error types depend on the file system
             with self._lock:
                 self._failures += 1
             self._problem = f"{type(error).__name__}: {in_a_line(error, 200)}"
             self._is_lost = isinstance(error, TakenOver | FolderLost)
-            log.warning("the run is not copied to %s: %s", self._address, self._problem)
+            log.warning("copying the run to %s failed: %s", self._address, self._problem)
             return False
         self._problem = ""
         return True
 
 
 _COPIES: list[RunCopy] = []
-"""Of the runs of this process that are copied now."""
+"""Active copies of this process's runs."""
 
 
 class CopyCountingWriter:
-    """A writer of metrics that adds how many tries to copy the run failed since the last line."""
+    """A metrics writer that adds the number of failed copy attempts since the last line."""
 
     writes = True
 
     def __init__(self, writer: KeepsMetrics, copy: RunCopy) -> None:
-        """Wrap `writer`, which is given all that this one is."""
+        """Wrap `writer` and forward everything to it."""
         self._writer, self._copy = writer, copy
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -151,12 +154,14 @@ class CopyCountingWriter:
         self._writer.samples(step, records)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the wrapped writer."""
         self._writer.close()
 
 
 def counting(writer: KeepsMetrics, folder: Path) -> KeepsMetrics:
-    """Return the writer of a run's metrics, with the failures of its copy if it has one; folder:
-    the run's, or one below it."""
+    """Return the metrics writer of a run, wrapped to count failures of its copy if it has one.
+
+    folder: the run's folder, or one below it.
+    """
     copy = next((c for c in _COPIES if c.is_of(folder)), None)
     return writer if copy is None else CopyCountingWriter(writer, copy)

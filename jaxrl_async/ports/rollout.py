@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
     CancelledGroup,
     Completion,

@@ -1,14 +1,14 @@
-"""Calls of a policy, as they came, merged into the contexts of one episode. Pure.
+"""A policy's calls, merged in order of arrival into the contexts of one episode. Pure.
 
     call  P -> x        call  P x r -> y        call  S r -> z        call  P x r -> w
     contexts            P x | r y     one sequence: the second call begins with all of the first
-                        S r z         history was rewritten: a sequence of its own
+                        S r z         history was rewritten: a separate sequence
                         P x r w       a retry, or one of several answers: x is context here
 
-A call whose prompt begins with the whole of a context extends it; any other begins one. Calls of
-different voices (players of one episode, by the header x-session-id) never share a context. So
-every drawn token is marked as drawn where it was drawn, and nowhere else, in exactly the tokens
-that the policy saw.
+A call whose prompt begins with a complete context extends that context; any other call starts a new
+one. Calls of different voices (players of one episode, by the header x-session-id) never share a
+context. Each sampled token is therefore marked as sampled exactly once, where it was sampled, in
+exactly the tokens that the policy saw.
 """
 
 import hashlib
@@ -33,49 +33,49 @@ NOTHING: IntArray = np.zeros(0, np.int32)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Context:
-    """One sequence that grows."""
+    """One growing sequence."""
 
     prompt_ids: IntArray
-    voice: str = ""  # who speaks in it
+    voice: str = ""  # the player that speaks in it
     branch: int = 0  # of its requests: context_branch; 0 for the session's first
-    token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all that is known of it
+    token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all tokens known so far
     turns: list[Turn] = field(default_factory=list)
-    busy: bool = True  # a call draws at its end
+    busy: bool = True  # a running call extends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunCall:
-    """A call that is being drawn."""
+    """A running call."""
 
-    number: int  # from 0, in the order in which calls began
-    branch: int  # as Request.branch: its context's, and earlier calls with the same tokens
+    number: int  # from 0, in start order
+    branch: int  # as Request.branch: its context's, plus earlier calls with the same tokens
 
 
 class Trace:
-    """The calls of one session, in the order in which they began. Not thread safe."""
+    """The calls of one session, in start order. Not thread safe."""
 
     def __init__(self) -> None:
         self._contexts: list[_Context] = []
         self._drawing: dict[int, tuple[_Context, IntArray]] = {}
-        self._ends: dict[int, tuple[_Context, int]] = {}  # of each call: its last drawn token
+        self._ends: dict[int, tuple[_Context, int]] = {}  # of each call: its last sampled token
         self._asked: Counter[bytes] = Counter()
         self._begun = 0
         self.stop = StopReason.CANCELLED  # of the call that ended last
-        self._stops: dict[str, StopReason] = {}  # the same by voice
+        self._stops: dict[str, StopReason] = {}  # the same for each voice
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have begun, cancelled ones included."""
+        """Number of calls that have started, including cancelled ones."""
         return self._begun
 
     @property
     def num_turns(self) -> int:
-        """Number of calls that drew something."""
+        """Number of calls that generated tokens."""
         return len(self._ends)
 
     @property
     def length(self) -> int:
-        """Number of tokens in all contexts, with the prompts of calls that are being drawn."""
+        """Number of tokens in all contexts, including the prompts of running calls."""
         drawing = sum(
             len(prompt) - len(context.token_ids) for context, prompt in self._drawing.values()
         )
@@ -83,15 +83,15 @@ class Trace:
 
     @property
     def num_drawing(self) -> int:
-        """Number of calls that are being drawn."""
+        """Number of running calls."""
         return len(self._drawing)
 
     def begin(self, prompt_ids: IntArray, voice: str = "") -> BegunCall:
-        """Take note that a call of a voice draws what follows these tokens, [prompt] int32.
+        """Register a call of a voice that continues these tokens, [prompt] int32.
 
-        The place of what it draws is settled now, so that it does not depend on which of several
-        calls ends first. Random numbers are those of the context, so that two contexts with
-        different prompts do not draw alike; the first call's are those of a plain request.
+        The place of its output is fixed now, so it does not depend on which of several calls ends
+        first. Random numbers depend on the context, so contexts with different prompts sample
+        differently; the first call uses those of a plain request.
         """
         prompt_ids = np.array(prompt_ids, np.int32)
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
@@ -109,7 +109,7 @@ class Trace:
         return begun
 
     def end(self, number: int, completion: Completion) -> None:
-        """Append what a call drew to its context. One that drew nothing is cancelled."""
+        """Append a call's output to its context. A call without output is cancelled."""
         if not len(completion.token_ids):
             self.cancel(number)
             return
@@ -124,29 +124,29 @@ class Trace:
         self.stop = self._stops[context.voice] = completion.stop
 
     def cancel(self, number: int) -> None:
-        """Forget a call of which nothing was seen."""
+        """Remove a call whose output was not used."""
         context, _ = self._drawing.pop(number)
         context.busy = False
         if not context.turns:
             self._contexts.remove(context)
 
     def drew(self, number: int) -> bool:
-        """Return whether the call with this number has ended with a drawn token."""
+        """Return whether the call with this number has ended and generated tokens."""
         return number in self._ends
 
     def drawn_versions(self) -> IntArray:
-        """Return the versions of all drawn tokens, [drawn] int32."""
+        """Return the versions of all sampled tokens, [drawn] int32."""
         turns = (turn for context in self._contexts for turn in context.turns)
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
 
     def stop_of(self, voice: str) -> StopReason | None:
-        """Return how a voice's last call ended; None: it drew nothing."""
+        """Return the stop reason of a voice's last call; None: it generated nothing."""
         return self._stops.get(voice)
 
     def episode(self, stop: StopReason, voice: str | None = None) -> Episode:
-        """Return all contexts as one episode, in the order of their first calls; calls that are
-        still being drawn are not in it. voice: only this one's contexts; None: everybody's. At
-        least one call has drawn something."""
+        """Return all contexts as one episode, in the order of their first calls. Running calls are
+        left out. At least one call has generated tokens. voice: include only this voice's contexts;
+        None: all."""
         episodes = [
             assemble_episode(c.prompt_ids, c.turns, stop)
             for c in self._contexts
@@ -155,9 +155,9 @@ class Trace:
         return replace(joined_contexts(episodes), stop=stop)
 
     def token_rewards(self, rewards: Mapping[int, float]) -> FloatArray | None:
-        """Return rewards of calls at the last token that each drew, [length] of `episode`.
+        """Return the rewards of calls, placed at each call's last token, [length] of `episode`.
 
-        None: there are none. Rewards of calls that drew nothing are left out.
+        None: no rewards. Rewards of calls without output are dropped.
         """
         contexts = [c for c in self._contexts if c.turns]
         lengths = [len(c.token_ids) for c in contexts]
@@ -170,7 +170,7 @@ class Trace:
         return values if given else None
 
     def _extended_by(self, prompt_ids: IntArray, voice: str) -> _Context | None:
-        """Return the longest context that these tokens begin with the whole of."""
+        """Return the longest context that is a prefix of these tokens."""
         found = [
             c
             for c in self._contexts
@@ -183,7 +183,7 @@ class Trace:
 
 
 def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:
-    """Return a completion with its first `count` tokens alone, which end it as a stop token does.
+    """Return a completion cut to its first `count` tokens, ended as if by a stop token.
 
     prompt: number of tokens before them.
     """

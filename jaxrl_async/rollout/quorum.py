@@ -1,4 +1,4 @@
-"""What must end of what runs at once: all, the first few of more, or fewer than were begun."""
+"""Waiting for concurrent work: for all, for the first few, or for a minimum if others fail."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """When a group is complete."""
+    """Numbers of members that complete a group."""
 
-    wanted: int  # members: the first so many that end make the group
-    least: int  # members with which a group goes on where others failed, at most `wanted`
+    wanted: int  # the group is complete once this many have ended
+    least: int  # minimum with which a group continues if others fail, at most `wanted`
 
     @staticmethod
     def of(members: int, *, group_size: int, least: int | None) -> "Quota":
         """Return the quota of a group.
 
         Args:
-            members: that were begun.
-            group_size: members that make a whole group.
-            least: members with which it goes on; None: with a whole group alone.
+            members: number of members that were started.
+            group_size: number of members in a whole group.
+            least: minimum with which it continues; None: only with a whole group.
         """
         wanted = min(group_size, members)
         return Quota(wanted=wanted, least=min(least or wanted, wanted))
@@ -37,20 +37,20 @@ async def first_ended(
 ) -> tuple[T, ...]:
     """Return the results of the first `wanted` that end, in the order of `work`; end the others.
 
-    Of those that end in one round of the event loop, the first to end is the first here.
+    If several end in one round of the event loop, they count in the order in which they ended.
 
     Args:
-        work: what runs at once.
-        quota: how many are wanted, and how many are enough if others fail.
-        leave_out: called with the place in `work` of each one that is left out, and its exception;
-            None: it was not needed. Before it is cancelled.
+        work: coroutines to run concurrently.
+        quota: number of wanted results, and the minimum if others fail.
+        leave_out: called with the index in `work` of each dropped item and its exception; None: it
+            was not needed. Called before it is cancelled.
 
-    Raises the first exception once fewer than `least` have ended or may still end; Closed and
-    EndpointMisset at once. Whatever happens, nothing runs on.
+    Raises the first exception once `least` can no longer be reached; Closed and EndpointMisset
+    immediately. No task is left running in any case.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     places = {task: place for place, task in enumerate(tasks)}
-    ended: list[asyncio.Task[T]] = []  # in this order
+    ended: list[asyncio.Task[T]] = []  # in order of completion
     for task in tasks:
         task.add_done_callback(ended.append)
     kept: list[asyncio.Task[T]] = []
@@ -72,7 +72,7 @@ async def first_ended(
             if len(kept) + len(tasks) - seen < quota.least:
                 raise first
             leave_out(places[task], error)
-        if len(kept) < quota.least:  # of a resumed group, with fewer members than are needed now
+        if len(kept) < quota.least:  # a resumed group with fewer members than are now needed
             raise first or RolloutError(f"{len(tasks)} members are left, fewer than {quota.least}.")
         for task in [*ended[seen:], *(t for t in tasks if t not in ended)]:
             leave_out(places[task], _error_of(task) if task in ended else None)
@@ -95,5 +95,5 @@ async def all_or_none(work: Iterable[Coroutine[None, None, T]]) -> tuple[T, ...]
 
 
 def _error_of(task: "asyncio.Task[T]") -> BaseException | None:
-    """Return what a task that is done raised, a cancellation that nobody asked for included."""
+    """Return the exception of a finished task, or CancelledError if it was cancelled."""
     return asyncio.CancelledError() if task.cancelled() else task.exception()

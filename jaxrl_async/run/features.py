@@ -22,12 +22,12 @@ from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
+    CopyOfRun,
     JudgeScorers,
     NoCopy,
     NoOpponents,
     NoServing,
-    Opponents,
-    RunCopy,
+    SeatFillers,
     Serving,
 )
 from jaxrl_async.run.replay.player import ReplayedBuffer
@@ -95,7 +95,7 @@ def check_game(config: Config, name: str) -> None:
 def make_games(
     chat: ChatEnvs,
     make: Callable[[], Game],
-    opponents: Opponents,
+    opponents: SeatFillers,
     example: Prompt,
     config: Config,
 ) -> MakeEnv:
@@ -111,7 +111,7 @@ def opponents(
     spec: ModelSpec,
     faults: FaultCounts,
     outages: Outages,
-) -> Opponents:
+) -> SeatFillers:
     """Return who fills seats of a run's games, not seated yet. Raises ConfigError, CheckpointError,
     DataError.
 
@@ -126,7 +126,7 @@ def opponents(
     if not config.seats:
         return NoOpponents()
     _of("games.league", "check_alone")(config, lockstep)
-    made: Opponents = _of("games.league", "RunOpponents")(config, chat(), spec, faults, outages)
+    made: SeatFillers = _of("games.league", "RunOpponents")(config, chat(), spec, faults, outages)
     return made
 
 
@@ -178,11 +178,11 @@ def bring_back(run: RunSection) -> None:
         _of("mirror.bring_back", "bring_back")(run)
 
 
-def run_copy(run: RunSection) -> RunCopy:
+def run_copy(run: RunSection) -> CopyOfRun:
     """Return what copies the run, from its `begin` on."""
     if run.copy_to is None:
         return NoCopy()
-    copy: RunCopy = _of("mirror.copy_thread", "RunCopy")()
+    copy: CopyOfRun = _of("mirror.copy_thread", "CopyOfRun")()
     return copy
 
 

@@ -56,7 +56,7 @@ from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import RunCopy
+from jaxrl_async.run.optional_parts import CopyOfRun
 from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start_checks import check_paths, with_hub_folders
@@ -214,7 +214,7 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
 
 def claim_together(
-    closing: ExitStack, lockstep: Lockstep, config: Config, copy: RunCopy | None = None
+    closing: ExitStack, lockstep: Lockstep, config: Config, copy: CopyOfRun | None = None
 ) -> tuple[Config, Paths]:
     """Have process 0 make or find the run's folder, lock it until `closing` and begin its `copy`;
     return the settled configuration and the paths, the same in all processes. Raises ConfigError.

@@ -9,8 +9,8 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player, Scorer
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import TracedSamplers
 from jaxrl_async.run.builders.devices import Lock
@@ -64,7 +64,7 @@ class NoServing:
         """Do nothing."""
 
 
-class Opponents(Protocol):
+class SeatFillers(Protocol):
     """Who fills the seats of a run's games in the policy's place (the wing `games`)."""
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
@@ -236,7 +236,7 @@ class NoJudges:
         """Do nothing."""
 
 
-class RunCopy(Protocol):
+class CopyOfRun(Protocol):
     """The thread that copies a run's folder to run.copy_to (the wing `mirror`)."""
 
     def begin(self, run: RunSection, keep: int) -> None:

@@ -31,14 +31,14 @@ from jaxrl_async.metrics.trackers import (
     TrackerThread,
     remembered,
 )
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Scorer
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
 from jaxrl_async.run import features
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import Opponents
+from jaxrl_async.run.optional_parts import SeatFillers
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.shown_contexts import contexts_of
@@ -149,7 +149,7 @@ class StepReporter:
     prompts: PromptStream | OrderedPrompts
     samples_every: int  # updates; 0: none
     lockstep: Lockstep
-    opponents: Opponents
+    opponents: SeatFillers
     sights: Callable[[], Sequence[TokenSight]] = tuple  # of the step that is reported
     symptoms: Symptoms = field(default_factory=Symptoms)
 

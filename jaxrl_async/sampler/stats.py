@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from jaxrl_async.ports.sampling import ReplicaStats
+from jaxrl_async.ports.generate import ReplicaStats
 
 Merge = Callable[[Sequence[float]], float]
 

@@ -192,7 +192,7 @@ def test_a_run_of_other_tokens_is_refused_before_anything_is_made(tmp_path: Path
         "runs": {"sums": {}, "calls": {"task": "calculator"}},
     }
     with pytest.raises(
-        ConfigError, match=r"runs\.calls: its tokens are not those of the first run"
+        ConfigError, match=r"runs\.calls: its vocabulary differs from the first run's"
     ):
         train(load(tree))
     assert not any(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from played_programs import played, programs
 
-from jaxrl_async.endpoint.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
@@ -72,10 +72,10 @@ async def test_a_command_that_exits_has_ended_whatever_it_left(tmp_path: Path, c
     script = f"{CHILDREN[child]}\nuntil test -s PIDS; do sleep 0.01; done; exit CODE"
     script = script.replace("PIDS", str(pids))
     async with asyncio.timeout(HANG_S):
-        await Command(["sh", "-c", script.replace("CODE", "0")])(SESSION)
+        await ProgramCommand(["sh", "-c", script.replace("CODE", "0")])(SESSION)
         assert not left_of(pids)
         with pytest.raises(RolloutError, match="exit code 7"):
-            await Command(["sh", "-c", script.replace("CODE", "7")])(SESSION)
+            await ProgramCommand(["sh", "-c", script.replace("CODE", "7")])(SESSION)
     assert not left_of(pids) and not COMMANDS.running
 
 
@@ -300,7 +300,7 @@ async def test_a_command_sees_the_variables_that_it_needs_and_no_others(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     seen = tmp_path / "seen"
-    command = Command(["sh", "-c", f"env | cut -d= -f1 > {seen}"], {"JUDGE"}, ["DOCKER_*"])
+    command = ProgramCommand(["sh", "-c", f"env | cut -d= -f1 > {seen}"], {"JUDGE"}, ["DOCKER_*"])
     await command(SESSION)
     told = ("JAXRL_", "OPENAI_", "ANTHROPIC_")
     names = {name for name in seen.read_text().split() if not name.startswith(told)}
@@ -394,7 +394,7 @@ async def test_a_command_can_neither_signal_nor_trace_what_is_not_its_own(tmp_pa
             f"kill {other.pid} && exit 3; kill $PPID && exit 4; kill {os.getpid()} && exit 5;"
             f"head -c 1 /proc/{other.pid}/mem >/dev/null 2>&1; sleep 600 & kill $!"
         )
-        await Command(["sh", "-c", script])(SESSION)
+        await ProgramCommand(["sh", "-c", script])(SESSION)
         assert other.poll() is None
     finally:
         other.kill()

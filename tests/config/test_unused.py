@@ -59,8 +59,6 @@ UNREAD = [
     (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs=null, or a KL"),
     (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
     (["run.job=sft", "pairs.loss=dpo"], "another run.job"),
-    (["metrics.wandb.entity=x"], "metrics.wandb.project"),
-    (["metrics.mlflow.tracking_uri=x"], "metrics.mlflow.experiment"),
 ]
 
 
@@ -142,6 +140,8 @@ def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
         ("model.lora.alpha=16", "model.lora", "rank"),
         ("reward.judge.weight=0.5", "reward.judge", "model"),
         ("reward.process.weight=0.5", "reward.process", "function"),
+        ("metrics.wandb.entity=x", "metrics.wandb", "project"),
+        ("metrics.mlflow.tracking_uri=x", "metrics.mlflow", "experiment"),
         ("algorithm.pivots.where=mark", "algorithm.pivots", "continuations"),
     ],
 )

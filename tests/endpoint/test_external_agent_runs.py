@@ -190,5 +190,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         train(config)
     file = tmp_path / "c.yaml"
     file.write_text("endpoint: {agent_tries: 2}\ntask: calculator\n")
-    with pytest.raises(ConfigError, match=r"agent_tries.*endpoint\.outsiders"):
+    with pytest.raises(ConfigError, match=r"agent_tries.*endpoint\.external_agents"):
         load(file, [])

@@ -310,5 +310,5 @@ def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
 def restarts(run: HeldRun) -> list[int]:
     """How many groups with open sessions began anew, by resumption, as the log says."""
     return [
-        int(n) for n in re.findall(r"(\d+) groups with open sessions or games begin anew", run.log)
+        int(n) for n in re.findall(r"(\d+) groups with open sessions or games start over", run.log)
     ]

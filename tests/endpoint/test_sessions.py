@@ -360,7 +360,7 @@ def test_what_is_returned_replaces_what_was_said_of_the_whole_and_none_keeps_it(
         ("raises", RolloutError, "ValueError: no", {"failed_programs": 1}),
         ("exits", RolloutError, "SystemExit", {"failed_programs": 1}),
         ("cancels itself", RolloutError, "CancelledError", {"failed_programs": 1}),
-        ("draws nothing", RolloutError, "no call drew anything", {}),
+        ("draws nothing", RolloutError, "no call sampled any token", {}),
         ("sleeps", RolloutTimeout, "0.05 s \\(abandoned\\)", {"session_timeouts": 1}),
         ("returns words", RolloutError, "finite number", {}),
     ],
@@ -577,7 +577,7 @@ def test_a_command_that_does_not_exist_and_one_of_no_words():
 
 def test_a_record_that_no_command_can_be_told_is_named():
     prompt = replace(make_prompt(3), columns={"document": "x" * 2**17})
-    with pytest.raises(RolloutError, match=r"JAXRL_RECORD would be 131\d+ characters"):
+    with pytest.raises(RolloutError, match=r"JAXRL_RECORD would have 131\d+ characters"):
         played(programs([sys.executable, "-c", "0"]), prompt=prompt)
 
 

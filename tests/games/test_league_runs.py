@@ -151,9 +151,9 @@ def assert_met(lines: list[dict[str, Any]], who: str) -> None:
 
 
 def test_seats_that_the_game_lacks_or_leaves_nobody_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="third is no seat of the game"):
+    with pytest.raises(ConfigError, match="third is not a seat of the game"):
         train(nim(tmp_path, "a", "seats={third: initial}"))
-    with pytest.raises(ConfigError, match="leaves none of the game's to the policy"):
+    with pytest.raises(ConfigError, match="leaves no seat of the game to the policy"):
         train(nim(tmp_path, "a", "seats={first: initial, second: initial}"))
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         seat = "{endpoint: 'http://127.0.0.1:1/v1', model: m, key_env: NO_SUCH_KEY}"

@@ -56,12 +56,12 @@ def test_a_server_that_does_not_fit_is_refused_with_what_to_do(server, facts, to
 def test_raw_log_probs_will_do_where_nothing_is_truncated(server):
     server.facts["logprobs_mode"] = "raw_logprobs"
     check_engines(config(server.url), SPEC)
-    with pytest.raises(ConfigError, match="not those of the distribution drawn from"):
+    with pytest.raises(ConfigError, match="not those of the sampling distribution"):
         check_engines(config(server.url, top_k=5), SPEC)
 
 
 def test_another_model_is_refused(server, tmp_path):
-    with pytest.raises(ConfigError, match="a vocabulary of 24, and the policy's has 32"):
+    with pytest.raises(ConfigError, match="a vocabulary of 24, but the policy's has 32"):
         check_engines(config(server.url), tiny_spec(32, tied=False))
     other = tiny_spec(24, tied=False, mlp=64)
     save_params(tmp_path, other, tiny_params(other))

@@ -141,7 +141,7 @@ def test_an_answer_that_the_engine_ends_is_an_answer() -> None:
         (["sampler.engine_class=/nowhere/engine.py:Engine"], "there is no file"),
         ([f"sampler.engine_class={NAIVE}:api"], "has no subclass of jetstream"),
         ([f"sampler.engine_class={NAIVE}:DeafEngine"], "has no method take_params"),
-        (["sampler.max_length=24", "data.max_prompt_tokens=20"], "the engine takes 16 at most"),
+        (["sampler.max_length=24", "data.max_prompt_tokens=20"], "the engine accepts at most 16"),
     ],
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused(

@@ -178,7 +178,7 @@ def test_what_cannot_be_judged_fails_or_is_neutral(server):
     server.judge = lambda text: 20.0 if text == "b" else 10.0 * (text == "a")
     answers = ["a", "c", "b"]
     error, faults, _ = judged(server, answers, retries=1)
-    assert isinstance(error, RolloutError) and "20.0 is no number from 0 to 10" in str(error)
+    assert isinstance(error, RolloutError) and "20.0 is not a number from 0 to 10" in str(error)
     assert faults == {"judge_refused_replies": 2, "judge_failures": 1}
     scores, faults, _ = judged(server, answers, retries=0, on_failure="neutral")
     assert [s.reward for s in scores] == [1.0, 0.0, 0.5], "the mean of the others"
@@ -311,7 +311,7 @@ def test_a_rubric_in_a_file(tmp_path):
     rubric = rubric_of(JudgeSection(model="m", rubric_file=str(file)))
     assert rubric.names == ("right", "polite") and rubric.weights == (2.0, 1.0)
     file.write_text("mean: {text: 'x'}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be called 'mean'"):
+    with pytest.raises(ConfigError, match="'mean' cannot be the name"):
         rubric_of(JudgeSection(model="m", rubric_file=str(file)))
     file.write_text("right: {words: 'x'}", encoding="utf-8")
     with pytest.raises(ConfigError, match="a criterion is a text"):

@@ -174,7 +174,7 @@ def test_the_newest_checkpoint_that_is_as_it_was_written_is_fetched(run, memory,
     fetched = run.model_copy(update={"dir": str(tmp_path / "other"), "resume_or_start": True})
     bring_back(fetched)
     assert saved_steps(folder_of(fetched) / "checkpoints") == [1]
-    assert "checkpoints/2 is left out" in caplog.text
+    assert "skipping checkpoint checkpoints/2" in caplog.text
     assert not (folder_of(fetched) / OWNER).exists()
 
 
@@ -193,7 +193,7 @@ def test_a_new_run_is_refused_where_there_is_a_copy_unless_it_replaces_it(run, m
     save(folder_of(run), 1)
     mirror_of(run)[0].update()
     fresh = run.model_copy(update={"dir": run.dir + "/other"})
-    with pytest.raises(ConfigError, match="holds a copy of a run already"):
+    with pytest.raises(ConfigError, match="already holds a copy of a run"):
         bring_back(fresh)
     folder_of(fresh).mkdir(parents=True)
     replacing = fresh.model_copy(update={"overwrite": True})
@@ -202,7 +202,7 @@ def test_a_new_run_is_refused_where_there_is_a_copy_unless_it_replaces_it(run, m
         copy.begin(replacing, 2)
     assert memory.exists("/bucket/runs/a.1/checkpoints/1/state/a")
     assert not memory.exists("/bucket/runs/a/checkpoints")
-    assert copy.verdict() == [f"copy of the run  {ADDRESS}/a (whole)"]
+    assert copy.verdict() == [f"copy of the run  {ADDRESS}/a (complete)"]
 
 
 def test_a_folder_that_was_continued_elsewhere_is_moved_aside(run, memory, tmp_path):
@@ -226,7 +226,7 @@ def test_a_folder_that_was_continued_elsewhere_is_moved_aside(run, memory, tmp_p
 def test_folders_that_know_nothing_of_each_other_are_not_mixed(run, memory):
     save(folder_of(run), 1)
     mirror_of(run)[0].update()
-    with pytest.raises(ConfigError, match="know nothing of each other"):
+    with pytest.raises(ConfigError, match="hold unrelated runs"):
         bring_back(run.model_copy(update={"resume": True}))
 
 
@@ -241,7 +241,7 @@ def test_a_bucket_that_is_away_is_counted_and_said(run, memory, monkeypatch, cap
     assert copy.new_failures() >= 2
     assert copy.new_failures() == 0
     (line,) = copy.verdict()
-    assert "NOT whole: OSError: the bucket is away" in line
+    assert "NOT complete: OSError: the bucket is away" in line
     assert line in caplog.text
 
 
@@ -270,7 +270,7 @@ def test_the_records_of_a_copy_are_read_without_its_checkpoints(run, memory, cac
 )
 def test_a_command_names_an_address_as_it_was_given(memory, cache, capsys, command, more, code):
     assert command.main([f"{ADDRESS}/none", *more]) == code
-    assert f"'{ADDRESS}/none': there is nothing" in capsys.readouterr().err
+    assert f"'{ADDRESS}/none': found nothing" in capsys.readouterr().err
 
 
 HELD = """
@@ -325,7 +325,7 @@ def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
             [*args, "--resume"], cwd=ROOT, env=env, timeout=300, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        assert f"{BUCKET}/all/a (whole)" in " ".join(done.stdout.split())
+        assert f"{BUCKET}/all/a (complete)" in " ".join(done.stdout.split())
         names = _list(env)
         read = [sys.executable, "-m", "jaxrl_async", "audit", f"{BUCKET}/all/a"]
         env["XDG_CACHE_HOME"] = str(tmp_path / "cache")

@@ -394,12 +394,12 @@ def broken(method, given):
     ("method", "given", "words"),
     [
         ("reset", None, "reset gave no message"),
-        ("reset", 5, "reset gave 5. It must give a text"),
+        ("reset", 5, "reset gave 5. It must return a text"),
         ("step", [{"content": "x"}], "step gave .* a message with a role"),
         ("step", KeyError("x"), "the environment's step raised KeyError: 'x'"),
         ("step", Step(reward=float("nan")), "step gave nan. It must be a finite number"),
         ("step", Step(parts={"a": "b"}), "finite number, or a mapping"),
-        ("step", Step(parts={"a b": 1.0, "a_b": 1.0}), "two have one name"),
+        ("step", Step(parts={"a b": 1.0, "a_b": 1.0}), "two of which have the same name"),
         ("score", "much", "score gave 'much'"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_state_that_no_checkpoint_can_hold_fails_when_it_is_asked_for():
     circle: list = []
     circle.append(circle)
     for strange in (object(), {1: 2}, np.array([object()]), circle):
-        with pytest.raises(RolloutError, match="something that no checkpoint can hold"):
+        with pytest.raises(RolloutError, match="a value that cannot be saved in a checkpoint"):
             snapshot(Grows(strange))
     guarded = GuardedEnvs(lambda p: Grows(), timeout_s=1.0, vocab_size=9)(make_prompt(3))
     with pytest.raises(RolloutError, match=r"its restore\(\) raised ValueError: cannot"):

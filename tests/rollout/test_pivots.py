@@ -251,7 +251,7 @@ def test_a_group_goes_on_without_a_continuation_that_fails(sampler, caplog) -> N
     groups, _, stats, _ = played(Failing(sampler), PLAN)
     assert len(groups) == 3 and stats.failures == 0
     assert stats.lost_forks > 0 and stats.forks == sum(len(g.episodes) - 3 for g in groups)
-    assert caplog.text.count("is left out of its group: no") == stats.lost_forks
+    assert caplog.text.count("from its group: no") == stats.lost_forks
 
 
 def test_the_members_that_are_forked_are_the_same_each_time_and_all_have_their_turn() -> None:

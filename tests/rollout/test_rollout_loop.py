@@ -493,7 +493,7 @@ def test_groups_that_programs_play_hold_their_tickets_and_begin_anew_in_a_resume
     assert (
         sorted(g.ticket.group for g in gate.put_groups) == [0, 1] and resumed.stats().restarts == 2
     )
-    assert "2 groups with open sessions or games begin anew" in caplog.text
+    assert "2 groups with open sessions or games start over" in caplog.text
     assert loop.stats().restarts == 0
 
 

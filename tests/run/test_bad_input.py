@@ -539,7 +539,7 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
         port = taken.getsockname()[1]
         for setting, told in (
             (f"remote.listen=127.0.0.1:{port}", "(Address already in use). Choose another port"),
-            (f"remote.data_port={port}", f"remote.data_port={port}: nothing can listen"),
+            (f"remote.data_port={port}", f"remote.data_port={port}: cannot listen"),
             ("remote.listen=0.0.0.0:0", "set the environment variable JAXRL_ASYNC_SECRET"),
             (
                 "remote={tls_certificate: none.pem, tls_key: none.pem, tls_authority: none.pem}",

@@ -35,7 +35,7 @@ from jaxrl_async.run.builders.scoring import (
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import Opponents, Serving
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.references import check_answers, try_references
@@ -58,7 +58,7 @@ class Inputs:
     scorers: Scorers
     play: Play  # the task
     serving: Serving  # not open yet
-    opponents: Opponents  # who fills seats in the policy's place; not seated yet
+    opponents: SeatFillers  # who fills seats in the policy's place; not seated yet
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum

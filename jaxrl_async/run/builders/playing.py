@@ -21,7 +21,7 @@ from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features
-from jaxrl_async.run.optional_parts import Opponents, Serving
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.tasks.task_source import TaskData
@@ -107,7 +107,7 @@ def make_play(
     tokenizer: Tokenizer,
     count: Callable[[str, int], None],
     serving: Serving,
-    opponents: Opponents,
+    opponents: SeatFillers,
     outages: Outages | None = None,
 ) -> Play:
     """Make what plays the task; its environment is tried on the first held-out record.

@@ -16,8 +16,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.model.spec import Params
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Gate
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run import features

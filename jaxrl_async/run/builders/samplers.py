@@ -19,7 +19,7 @@ from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports.sampling import Generate, Replica
+from jaxrl_async.ports.generate import Generate, Replica
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses

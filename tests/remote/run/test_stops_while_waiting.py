@@ -38,7 +38,7 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
     with joined_run(tmp_path, *SETTINGS, *EVALUATED, "run.steps=1") as run:
         run.train()
         run.sample("first")
-        run.until_said("first", "draws for run")  # the first evaluation begins
+        run.until_said("first", "generating for run")  # the first evaluation begins
         run.signal("first", signal.SIGKILL)
         run.until_said("trainer", "no sampler is available")
         assert not any("eval/reward" in x for x in run.lines()), "it was still evaluating"

@@ -195,7 +195,7 @@ def test_fuzz_all_processes_take_the_same_versions_and_the_newest_at_last(
 def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
     a, _ = line()
     source = Source(a)
-    with pytest.raises(WeightsError, match=r"takes weights of version 3.*has nothing new"):
+    with pytest.raises(WeightsError, match=r"uses weights of version 3.*has nothing new"):
         taken_version(source, 3)
     source.staged = VersionedParams(version=2, params=None)
     with pytest.raises(WeightsError, match="has version 2"):
@@ -203,5 +203,5 @@ def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
 
 
 def test_the_processes_of_a_sampler_have_no_successors():
-    with pytest.raises(Closed, match="start them again"):
+    with pytest.raises(Closed, match="restart them"):
         World(1, 0).joint.rejoin()

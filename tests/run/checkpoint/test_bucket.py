@@ -401,7 +401,7 @@ def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_pat
     ("words", "named"),
     [
         (("warm_start.steps=3",), "warm_start.steps"),
-        (("warm_start.steps=0", "model.lora.rank=2"), "model.lora.rank without model.path"),
+        (("warm_start.steps=0", "model.lora.rank=2"), "model.lora without model.path"),
     ],
 )
 def test_what_a_run_keeps_beside_its_checkpoints_is_refused_by_name(words, named):
