@@ -289,7 +289,7 @@ GROUPS = (
         (
             "sampler/batch/test_host_parts.py::test_masks_are_stored_for_the_requests_that_ask_for_them_alone",
         ),
-        (("if kept is not None and slot in extras", "if kept is not None"),),
+        (("if extras is not None and slot in wanted", "if extras is not None"),),
     ),
     Group(
         "trainer/row_index",
@@ -735,18 +735,23 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/prefix",
+        "sampler/batch/kv_cache",
         ("sampler/batch/test_host_parts.py",),
         (
             ("names = page_names(token_ids[:-1], form", "names = page_names(token_ids, form"),
             ("hashlib.blake2b(chained + content", "hashlib.blake2b(content"),
             ("if self._pages.holders(page) == 1:", "if self._pages.holders(page) >= 1:"),
+            ("if count > len(self._free):", "if count >= len(self._free):"),
+            ("count + spare - self.pages", "count - self.pages"),
+            ("self.release(matched)", "pass"),
         ),
     ),
     Group(
-        "sampler/batch/waiting",
-        ("sampler/batch/test_waiting.py",),
+        "sampler/batch/admission",
+        ("sampler/batch/test_host_parts.py", "sampler/batch/test_waiting.py"),
         (
+            ("load.running >= limit.requests", "load.running > limit.requests"),
+            ("load.used_share > HIGH", "load.used_share < HIGH"),
             ("self._in_a_row >= self._most", "self._in_a_row > self._most"),
             ("self._in_a_row + 1 if passes else 0", "self._in_a_row + 1"),
             ("reversed([*before, *those])", "reversed([*those, *before])"),
@@ -762,14 +767,6 @@ GROUPS = (
             ("count = min(total - start, budget)", "count = min(total, budget)"),
             ("power * 3 // 4 if power >= 4 and", "power * 3 // 4 if power > 4 and"),
             ("if 2 * there > b)", "if there > b)"),
-        ),
-    ),
-    Group(
-        "sampler/batch/concurrency",
-        ("sampler/batch/test_host_parts.py",),
-        (
-            ("load.running >= limit.requests", "load.running > limit.requests"),
-            ("load.used_share > HIGH", "load.used_share < HIGH"),
         ),
     ),
     Group(
@@ -801,11 +798,6 @@ GROUPS = (
             ("budget_bytes - places_bytes - states", "budget_bytes - states"),
             ("token_bytes * layout.arrays * page_tokens", "token_bytes * page_tokens"),
         ),
-    ),
-    Group(
-        "sampler/batch/pages",
-        ("sampler/batch/test_host_parts.py",),
-        (("if count > len(self._free):", "if count >= len(self._free):"),),
     ),
     Group(
         "data/curriculum",
