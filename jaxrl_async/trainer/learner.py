@@ -12,28 +12,18 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.answer_pairs import keep_paired
 from jaxrl_async.algorithms.columns import Columns
-from jaxrl_async.algorithms.kl import next_coefficient
-from jaxrl_async.algorithms.objective import (
-    Coefficients,
-    active_entropy_coefficient,
-    mean_report,
-    next_entropy_coefficient,
-    pass_columns,
-)
+from jaxrl_async.algorithms.objective import mean_report, pass_columns
 from jaxrl_async.algorithms.process_age import within_age
 from jaxrl_async.algorithms.shaping import ShapingFn, bounded, compare_unmasked, shape, shaping
 from jaxrl_async.config import schema
@@ -41,18 +31,19 @@ from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.lent import lending
-from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
+from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.flops import forward_flops
+from jaxrl_async.trainer.frozen_models import FrozenModels
 from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
 from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
-from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.pair_credit import PairCredit
+from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
@@ -60,9 +51,6 @@ from jaxrl_async.trainer.update import Frozen, TrainState, Update
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
-
-EMA_SEED = 1
-"""Seed of the random bits that round a moving reference in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +116,22 @@ class Learner:
         )
         self._pairs_taken = 0
         self.sights: list[TokenSight] = []  # of the last step, if they are kept
-        self.reference, self.teacher = self._stored(companions.reference), companions.teacher
+        self.frozen = FrozenModels(
+            companions.reference,
+            companions.teacher,
+            moves=settings.reference,
+            teaches=settings.teacher,
+            offload_reference=settings.offload_reference,
+        )
         self.critic_state = companions.critic_state
-        self.coefficients: Coefficients = self._objective.recipe.coefficients
+        self.coefficients = SteeredCoefficients(
+            self._algorithm, self._objective.recipe.coefficients
+        )
         self.credit = self._make_credit()
         if settings.pairs.loss is not None:
             paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
             self._shapings = (*self._shapings, paired)
         self._most_missing = 0  # mini-batches that a step could not make
-        self._entropy = float(self._algorithm.entropy_coefficient)  # while entropy is too low
-        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
 
     def _make_credit(self) -> Credit | PairCredit:
         """Make what turns scores into advantages. Raises ConfigError."""
@@ -166,34 +160,19 @@ class Learner:
 
     def tree(self) -> dict[str, Any]:
         """Return all arrays that change from step to step."""
-        held = {
-            "train": self.state,
-            "reference": self.reference,
-            "critic": self.critic_state,
-            "teacher": self.teacher if self._teacher.source == "self" else None,
-        }
+        held = {"train": self.state, "critic": self.critic_state, **self.frozen.tree()}
         return {name: part for name, part in held.items() if part is not None}
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers that change from step to step."""
-        return {
-            **{name: float(value) for name, value in self.coefficients._asdict().items()},
-            "steered_entropy": self._entropy,
-            "pairs_taken": float(self._pairs_taken),
-        }
+        return {**self.coefficients.numbers(), "pairs_taken": float(self._pairs_taken)}
 
     def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
         """Continue from what `tree` and `numbers` returned."""
         self.state = tree["train"]
-        self.reference = tree.get("reference", self.reference)
         self.critic_state = tree.get("critic", self.critic_state)
-        self.teacher = tree.get("teacher", self.teacher)
-        algorithm, kl, entropy = self._algorithm, *self.coefficients
-        if algorithm.kl_target is not None:
-            kl = numbers["kl"]
-        if algorithm.entropy_target is not None:
-            entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
-        self.coefficients = Coefficients(kl=kl, entropy=entropy)
+        self.frozen.restore(tree)
+        self.coefficients.restore(numbers)
         while self._companions.pairs is not None and self._pairs_taken < numbers["pairs_taken"]:
             self._next_pair(self._companions.pairs)
 
@@ -234,7 +213,7 @@ class Learner:
             share_prefixes=bool(self._step.settings.trainer.share_prefixes),
         )
         results = self.run_passes(step.batch, device_lock)
-        step, credit_report = self.credit(step, results, self.coefficients.kl)
+        step, credit_report = self.credit(step, results, self.coefficients.current.kl)
         self.sights = self._look(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
@@ -296,7 +275,9 @@ class Learner:
             proximal = has.own_pass.logprobs(own, batch, device_lock, replays=True)
             results = results._replace(proximal=proximal)
         if has.own_pass is not None and "reference_logprobs" in columns:
-            reference = has.own_pass.logprobs(self.whole(self._fetched()), batch, device_lock)
+            reference = has.own_pass.logprobs(
+                self.whole(self.frozen.loaded_reference()), batch, device_lock
+            )
             results = results._replace(reference=reference)
         advises = self._teacher.source != "none" and self._teacher.form == "advantage"
         if has.teacher_pass is not None and advises:
@@ -313,7 +294,7 @@ class Learner:
     @property
     def _whole_teacher(self) -> Params:
         """The teacher's parameters for a pass; an older self is an adapter."""
-        return self.whole(self.teacher)
+        return self.whole(self.frozen.teacher)
 
     def _run_top_k(
         self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
@@ -336,16 +317,16 @@ class Learner:
         """
         policy_reports, critic_reports = [], []
         warming = self._companions.critic is not None and version < self._settings.critic_warmup
-        frozen = self._frozen(step)
-        algorithm = self._algorithm
-        missing = 0
+        frozen = self._frozen_of(step)
+        algorithm, missing = self._algorithm, 0
+        first = 0 if self._companions.critic is None else self._settings.critic_warmup
         for epoch in range(algorithm.epochs):
             made, parts = self.mini_batches(step, (self._settings.seed, version, epoch))
             missing += algorithm.minibatches - made
             for index, part in enumerate(parts):
                 done = epoch * algorithm.minibatches + index * algorithm.minibatches / made
                 if not warming:
-                    at = self._updates_in(version - self._first_step) + done
+                    at = self._updates_in(version - first) + done
                     data = self._policy_data(part, version)
                     self.state, report = self._step.update(
                         self.state, data, frozen, device_lock=device_lock, at=at
@@ -370,15 +351,15 @@ class Learner:
         }
 
     def _policy_data(self, rows: StepRows, version: int) -> PolicyData:
-        return PolicyData(rows.batch, rows.columns, version, self.coefficients)
+        return PolicyData(rows.batch, rows.columns, version, self.coefficients.current)
 
-    def _frozen(self, step: PackedStep) -> Frozen:
+    def _frozen_of(self, step: PackedStep) -> Frozen:
         """Return the weights that all of a step's updates of the policy read."""
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
         looked_up = "reference_logprobs" in step.rows.columns
         return Frozen(
-            reference=None if looked_up else self.reference,
-            teacher=self.teacher if whole_teacher else None,
+            reference=None if looked_up else self.frozen.reference,
+            teacher=self.frozen.teacher if whole_teacher else None,
             base=self._base,
         )
 
@@ -394,11 +375,6 @@ class Learner:
             self.critic_state, data, device_lock=device_lock, at=at
         )
         return report
-
-    @property
-    def _first_step(self) -> int:
-        """The step in which the policy's learning rate schedule begins."""
-        return self._settings.critic_warmup if self._companions.critic is not None else 0
 
     def _updates_in(self, steps: int) -> int:
         """Return how many updates the configuration asks for in so many steps; the learning rate
@@ -436,54 +412,15 @@ class Learner:
                 self._algorithm.minibatches,
             )
 
-    # ---- what follows the policy
-
-    def _steer(self, report: Mapping[str, float]) -> None:
-        """Move the coefficients towards their targets, if the step measured the quantities."""
-        algorithm = self._algorithm
-        divergence = _finite(report, "policy/kl_reference")
-        if algorithm.kl_target is not None and divergence is not None:
-            kl = next_coefficient(
-                self.coefficients.kl,
-                divergence,
-                target=algorithm.kl_target,
-                horizon=algorithm.kl_horizon,
-            )
-            self.coefficients = self.coefficients._replace(kl=kl)
-        entropy = _finite(report, "policy/entropy")
-        if algorithm.entropy_target is not None and entropy is not None:
-            target = algorithm.entropy_target
-            self._entropy = next_entropy_coefficient(
-                self._entropy, entropy, target=target, step=algorithm.entropy_step
-            )
-            active = active_entropy_coefficient(self._entropy, entropy, target=target)
-            self.coefficients = self.coefficients._replace(entropy=active)
-
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
         """Report and adapt the coefficients; update reference and teacher from the policy."""
-        moves = self._settings.reference
-        if self.reference is not None:
-            report["policy/kl_coefficient"] = float(self.coefficients.kl)
+        if self.frozen.reference is not None:
+            report["policy/kl_coefficient"] = float(self.coefficients.current.kl)
         if self._objective.recipe.has_entropy:
-            report["policy/entropy_coefficient"] = float(self.coefficients.entropy)
+            report["policy/entropy_coefficient"] = float(self.coefficients.current.entropy)
         if not report.get("critic/warming"):
-            self._steer(report)
-        if self.reference is not None and moves.ema:
-            followed = self._follow(self._fetched(), self.params, np.int32(version), moves.ema)
-            self.reference = self._stored(followed)
-        if self.reference is not None and _is_due(version, moves.refresh_every):
-            self.reference = self._stored(copied(self.params))
-        if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
-            self.teacher = copied(self.params)
-
-    def _stored(self, reference: Params | None) -> Params | None:
-        """Return the reference in the memory that holds it between two uses."""
-        return in_memory(HOST, reference) if self._settings.offload_reference else reference
-
-    def _fetched(self) -> Params:
-        """Return the reference in the memory of the devices."""
-        offloads = self._settings.offload_reference
-        return in_memory(DEVICE, self.reference) if offloads else self.reference
+            self.coefficients.steer(report)
+        self.frozen.follow(self.params, version)
 
 
 COUNTS = ("train/tokens", "train/sequences", "supervised/tokens", "critic/tokens")
@@ -494,35 +431,3 @@ def counted_once(report: Mapping[str, float], epochs: int) -> dict[str, float]:
     """Return the report of updates that saw each token in every epoch, with what was learnt counted
     once, not once an epoch."""
     return {key: x / epochs if key in COUNTS else x for key, x in report.items()}
-
-
-def _finite(report: Mapping[str, float], key: str) -> float | None:
-    """Return a report's number if there is a finite one."""
-    value = report.get(key)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def copied(params: Params) -> Params:
-    """Return a copy on the same devices that no step donates."""
-    return jax.tree.map(jnp.copy, params)
-
-
-def _moved_average(reference: Params, params: Params, version: Any, ema: float) -> Params:
-    """Return ema * reference + (1 - ema) * params.
-
-    In bfloat16 most of such a step would be lost to rounding: there it is rounded at random, so
-    that the mean is right.
-    """
-
-    def mixed(old: Any, new: Any) -> Any:
-        return ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
-
-    mean = jax.tree.map(mixed, reference, params)
-    if (dtype := jax.tree.leaves(reference)[0].dtype) == jnp.float32:
-        return mean
-    return rounded_tree(jax.random.fold_in(jax.random.key(EMA_SEED), version), mean, dtype)
-
-
-def _is_due(version: int, every: int) -> bool:
-    """Return whether the step that makes version + 1 ends a period."""
-    return every > 0 and (version + 1) % every == 0

@@ -18,7 +18,8 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.micro_sizes import MicroSizes

@@ -14,7 +14,7 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.spec import ModelSpec, Weight
 from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import _moved_average
+from jaxrl_async.trainer.frozen_models import _moved_average
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import preference_update
