@@ -12,7 +12,8 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, PreferenceObjective
 from jaxrl_async.trainer.pack_pairs import micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Update, is_queue_full
+from jaxrl_async.trainer.update import Update, is_queue_full
+from jaxrl_async.trainer.update_programs import Frozen
 
 
 class BaselinePass:

@@ -47,7 +47,8 @@ from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
-from jaxrl_async.trainer.update import Frozen, TrainState, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, joined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.distill import TeacherTop, distill_rows
-from jaxrl_async.trainer.update import Frozen
+from jaxrl_async.trainer.update_programs import Frozen
 
 IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
 """Columns of a micro-batch that a loss may look at as they are."""

@@ -686,7 +686,7 @@ def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warmin
         of.update = told  # type: ignore[method-assign]
     reports = [moved(learner, GROUPS[:2], version=v) for v in range(3)]
     assert [r["train/missing_updates"] for r in reports] == [2, 2, 2]
-    assert step.accumulate._cache_size() <= 1, "one program for all mini-batches"
+    assert step.programs.accumulate._cache_size() <= 1, "one program for all mini-batches"
     assert [r["train/updates"] for r in reports] == [0] * warming + [6] * (3 - warming)
     for name, steps in (("train", 3 - warming), ("critic", 3)):
         made = 6 * steps

@@ -27,7 +27,7 @@ from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
 from jaxrl_async.trainer.pair_credit import as_learnt
-from jaxrl_async.trainer.update import Frozen
+from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 VOCAB, ROW, PROMPT = 24, 16, 2

@@ -53,7 +53,8 @@ from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, pol
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
-from jaxrl_async.trainer.update import TrainState, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import TrainState
 from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)

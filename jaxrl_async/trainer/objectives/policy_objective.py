@@ -33,7 +33,8 @@ from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.policy_forward import PolicyForward
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 PACKED = tuple(name for name in names_of(Source.PACK) if COLUMNS[name].on_device)

@@ -33,7 +33,8 @@ from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 
 
 class PreferenceData(NamedTuple):

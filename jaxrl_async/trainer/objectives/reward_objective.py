@@ -24,7 +24,8 @@ from jaxrl_async.trainer.objectives.preference_objective import (
     pair_measures,
 )
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 
 
 @dataclass(frozen=True, slots=True)

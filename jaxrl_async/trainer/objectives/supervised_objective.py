@@ -23,7 +23,8 @@ from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import PackedBatch
 
 COLUMNS = ("token_ids", "positions", "segment_ids", "mask")
