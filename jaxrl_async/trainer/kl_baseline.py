@@ -1,4 +1,4 @@
-"""kto's baseline: how far the policy is from its reference on answers to other prompts."""
+"""KTO's baseline: the KL from the reference, estimated on answers to other prompts."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class BaselinePass:
         data: PreferenceData,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> PreferenceData:
-        """Return the data with the baseline of its mismatched pairs beside the reference."""
+        """Return the data with the baseline of its mismatched pairs against the reference."""
         if data.mismatched is None or frozen.reference is None:
             return data
         total: Any = jnp.float32(0)

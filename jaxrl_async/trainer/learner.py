@@ -56,16 +56,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """What learns or advises beside the policy; None: absent."""
+    """Models and data that a step uses in addition to the policy; None: absent."""
 
     own_pass: LogprobPass | None = None  # of the policy's and the reference's architecture
-    base: Params | None = None  # frozen weights that an adapter changes; None: all are trained
+    base: Params | None = None  # frozen weights below an adapter; None: all weights are trained
     reference: Params | None = None  # at the start of the run; whole weights or an adapter
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
     critic: Critic | None = None
     critic_state: TrainState | None = None
-    pairs: Iterator[Pair] | None = None  # worked answers to mix in
+    pairs: Iterator[Pair] | None = None  # demonstrations to mix in
 
 
 NO_COMPANIONS = Companions()
@@ -75,29 +75,29 @@ T = TypeVar("T")
 
 
 def _lent(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
-    """Return a host-side function of the step's data; one of the user's cannot change the data."""
+    """Return a host-side function of the step's data; a user's function cannot change the data."""
     return lending(function) if is_own(name_of(choice)) else function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """How a learner learns, beside the objective of its update."""
+    """Settings of a learner that its update's objective does not have."""
 
     algorithm: schema.AlgorithmSection
     row_length: int
     teacher: schema.TeacherSection = field(default_factory=schema.TeacherSection)
     reference: schema.ReferenceSection = field(default_factory=schema.ReferenceSection)
-    pairs: PairsSection = field(default_factory=PairsSection)  # learnt in place of advantages
-    offload_reference: bool = False  # to the host's memory; its pass then precedes the updates
-    process_max_age: int | None = None  # versions up to which process rewards count; None: any
-    critic_warmup: int = 0  # steps in which only the critic learns
+    pairs: PairsSection = field(default_factory=PairsSection)  # trained in place of advantages
+    offload_reference: bool = False  # to host memory; its pass then precedes the updates
+    process_max_age: int | None = None  # max age of process rewards, versions; None: any
+    critic_warmup: int = 0  # first steps, which train only the critic
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
-    seed: int = 0  # of the mini-batches, and of pairs
-    sights_every: int = 0  # versions between two of which `sights` are kept; 0: none are
+    seed: int = 0  # of the mini-batches and of pairs
+    sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
 
 
 class Learner:
-    """Owns the policy's train state and its companions'. Used by the trainer's thread alone."""
+    """Owns the train states of the policy and the critic. Used only by the trainer's thread."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Learner:
         settings: LearnerSettings,
         companions: Companions = NO_COMPANIONS,
     ) -> None:
-        """state: of what is trained; with an adapter, companions.base is what it changes."""
+        """state: of the trained weights; for an adapter, companions.base holds the frozen ones."""
         self._step, self.state, self._settings, self._companions = step, state, settings, companions
         self._base = companions.base
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
@@ -116,7 +116,7 @@ class Learner:
             for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
-        self.sights: list[TokenSight] = []  # of the last step, if they are kept
+        self.sights: list[TokenSight] = []  # of the last step, if it keeps them
         self.frozen = FrozenModels(
             companions.reference,
             companions.teacher,
@@ -132,10 +132,10 @@ class Learner:
         if settings.pairs.loss is not None:
             paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
             self._shapings = (*self._shapings, paired)
-        self._most_missing = 0  # mini-batches that a step could not make
+        self._most_missing = 0  # maximum number of updates that a step lacked
 
     def _make_credit(self) -> Credit | PairCredit:
-        """Make what turns scores into advantages. Raises ConfigError."""
+        """Make the conversion of scores to advantages. Raises ConfigError."""
         settings, companions = self._settings, self._companions
         columns = pass_columns(
             self._algorithm,
@@ -157,7 +157,7 @@ class Learner:
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
         )
 
-    # ---- what a checkpoint holds
+    # ---- state in a checkpoint
 
     def tree(self) -> dict[str, Any]:
         """Return all arrays that change from step to step."""
@@ -169,7 +169,7 @@ class Learner:
         return {**self.coefficients.numbers(), "pairs_taken": float(self._pairs_taken)}
 
     def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
-        """Continue from what `tree` and `numbers` returned."""
+        """Continue from `tree` and `numbers` of a checkpoint."""
         self.state = tree["train"]
         self.critic_state = tree.get("critic", self.critic_state)
         self.frozen.restore(tree)
@@ -179,11 +179,11 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The policy's trained weights, all or an adapter; the next `learn` donates them."""
+        """The policy's trained weights, all or an adapter's; the next `learn` donates them."""
         return self.state.params
 
     def whole(self, part: Params) -> Params:
-        """Return the parameters for a pass of an adapter, or of whole weights as they are."""
+        """Return the parameters of a pass: whole weights, or an adapter joined to the base."""
         return joined(self._step.settings.lora, self._base, part)
 
     def probe(self, token_ids: IntArray) -> Any:
@@ -198,9 +198,9 @@ class Learner:
         version: int,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
-        """Learn from the groups, drawn for the step that makes version + 1; return the report.
+        """Train on the groups, in the step that makes version + 1; return the report.
 
-        Its keys are explained in metrics.metric.METRICS.
+        metrics.metric.METRICS describes its keys.
         """
         groups, of_process = within_age(groups, version, self._settings.process_max_age)
         shaped = shape(step_data(groups), self._shapings)
@@ -232,10 +232,10 @@ class Learner:
         version: int,
         device_lock: AnyDeviceLock,
     ) -> list[TokenSight]:
-        """Return what the step makes of its first tokens, if it is to be shown.
+        """Return the values of the step's first tokens, if the step is to be shown.
 
-        One more pass over these few sequences, unless their log-probs are there: its program is
-        compiled once, and `train/flops` does not count it.
+        Their log-probs need one more pass over these few sequences, unless they are known. Its
+        program is compiled once, and `train/flops` does not count it.
         """
         every, own = self._settings.sights_every, self._companions.own_pass
         if own is None or not every or (version + 1) % every:
@@ -247,7 +247,7 @@ class Learner:
         return sights_of(step, shown_episodes(groups), results.proximal, logprobs_of)
 
     def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
-        """Put the loss of the pairs, if they are learnt, where that of their tokens was."""
+        """Replace the token loss in the report by the pairs' loss, if pairs are trained."""
         loss = of_pairs.pop("train/policy_loss", None)
         if loss is not None:
             weight = self._objective.recipe.policy
@@ -255,14 +255,14 @@ class Learner:
             report["train/policy_loss"] = loss
 
     def _next_pairs(self) -> list[Pair]:
-        """Take the step's worked answers, if some are mixed in."""
+        """Take the step's demonstrations, if any are mixed in."""
         pairs = self._companions.pairs
         if pairs is None:
             return []
         return [self._next_pair(pairs) for _ in range(self._algorithm.supervised_batch)]
 
     def _next_pair(self, pairs: Iterator[Pair]) -> Pair:
-        """Take one worked answer and count it."""
+        """Take one demonstration and count it."""
         self._pairs_taken += 1
         return next(pairs)
 
@@ -294,13 +294,13 @@ class Learner:
 
     @property
     def _whole_teacher(self) -> Params:
-        """The teacher's parameters for a pass; an older self is an adapter."""
+        """The teacher's parameters for a pass; an adapter is joined to the base."""
         return self.whole(self.frozen.teacher)
 
     def _run_top_k(
         self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
     ) -> Columns:
-        """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
+        """Return the teacher's log-probs of its k likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
         if self._teacher.top_of == "student" and own_pass is not None:
             ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
@@ -312,9 +312,9 @@ class Learner:
     def _update(
         self, step: PackedStep, version: int, device_lock: AnyDeviceLock
     ) -> dict[str, float]:
-        """Learn every mini-batch of every epoch: the policy, then the critic; return the report.
+        """Train the policy, then the critic, on each mini-batch of each epoch; return the report.
 
-        While the critic warms up, the policy is measured instead.
+        While the critic warms up, the policy is only measured.
         """
         policy_reports, critic_reports = [], []
         warming = self._companions.critic is not None and version < self._settings.critic_warmup
@@ -355,7 +355,7 @@ class Learner:
         return PolicyData(rows.batch, rows.columns, version, self.coefficients.current)
 
     def _frozen_of(self, step: PackedStep) -> Frozen:
-        """Return the weights that all of a step's updates of the policy read."""
+        """Return the frozen weights of the step's policy updates."""
         whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
         looked_up = "reference_logprobs" in step.rows.columns
         return Frozen(
@@ -367,7 +367,7 @@ class Learner:
     def _update_critic(
         self, part: StepRows, at: float, device_lock: AnyDeviceLock
     ) -> dict[str, float]:
-        """Learn one mini-batch's returns."""
+        """Train the critic on one mini-batch's returns."""
         critic = self._companions.critic
         assert critic is not None and self.critic_state is not None
         values, returns = part.critic["values"], part.critic["returns"]
@@ -378,16 +378,18 @@ class Learner:
         return report
 
     def _updates_in(self, steps: int) -> int:
-        """Return how many updates the configuration asks for in so many steps; the learning rate
-        follows them, whatever number was really made."""
+        """Return the configured number of updates in these steps.
+
+        The learning rate follows it, even if steps make fewer updates.
+        """
         return steps * self._algorithm.epochs * self._algorithm.minibatches
 
     def mini_batches(self, step: PackedStep, seed: Sequence[int]) -> tuple[int, Iterator[StepRows]]:
-        """Return the number of one epoch's mini-batches, and each when it is asked for.
+        """Return the number of one epoch's mini-batches, and a lazy iterator over them.
 
-        Each holds some of the step's sequences in rows of its own. A token weighs what it does in
-        the whole step, times the number of mini-batches: the mean of their gradients is the step's,
-        whatever mini-batch a sequence is in.
+        Each packs some of the step's sequences into separate rows. A token's weight is that in the
+        whole step times the number of mini-batches: the mean of their gradients is the gradient of
+        the step, for any assignment of sequences.
         """
         number = self._algorithm.minibatches
         if number == 1:
@@ -402,7 +404,7 @@ class Learner:
         return times, (rows.at(step.index.places_of(part)) for part in dealt)
 
     def _warn_of_missing(self, missing: int) -> None:
-        """Warn once about every number of missing updates that is larger than those before."""
+        """Warn each time that a step lacks more updates than any step before."""
         if missing > self._most_missing:
             self._most_missing = missing
             log.warning(
@@ -425,10 +427,10 @@ class Learner:
 
 
 COUNTS = ("train/tokens", "train/sequences", "supervised/tokens", "critic/tokens")
-"""What an epoch learns: all of the step's, each once."""
+"""Counts of an epoch, which trains on every token of the step once."""
 
 
 def counted_once(report: Mapping[str, float], epochs: int) -> dict[str, float]:
-    """Return the report of updates that saw each token in every epoch, with what was learnt counted
-    once, not once an epoch."""
+    """Return a report over several epochs with its COUNTS divided by them: each token counts
+    once."""
     return {key: x / epochs if key in COUNTS else x for key, x in report.items()}

@@ -90,16 +90,16 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
 
-        A non-finite loss or gradient leaves the state as it was, and PREFIX/skipped is 1; so do new
-        weights that blow up (`_apply_sum`), and PREFIX/blown_up is 1, too. The report's keys are
-        explained in metrics.metric.METRICS.
+        A non-finite loss or gradient keeps the old state and sets PREFIX/skipped to 1. New weights
+        that blow up (`UpdatePrograms._apply_sum`) do so, too, and set PREFIX/blown_up to 1.
+        metrics.metric.METRICS describes the report's keys.
 
         Args:
-            device_lock: held for each program until it has run, if a sampler shares the devices.
-            at: index in the learning rate's schedule, in updates; None: as many as were made.
+            device_lock: held during each program, if a sampler shares the devices.
+            at: index in the learning rate's schedule, in updates; None: the updates so far.
 
         Raises:
-            TrainingError: memory runs out with one row on each device; the state is as it was.
+            TrainingError: memory runs out with one row on each device; the state is unchanged.
             ConfigError: the compiler does not know one of trainer.compiler_options.
         """
         context = self.objective.context(data)
@@ -158,7 +158,7 @@ class Update(Generic[ObjectiveT]):
         frozen: Frozen,
         device_lock: AnyDeviceLock,
     ) -> tuple[GradSum, list[Totals]]:
-        """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
+        """Sum the gradients of all micro-batches and wait for them; `apply` then cannot fail."""
         totals: list[Totals] = []
         if self.settings.balance.loss and (len(micros) > 1 or self.programs.parts > 1):
             load = self._counted(state.params, micros, context, frozen, device_lock)
@@ -186,7 +186,7 @@ class Update(Generic[ObjectiveT]):
         frozen: Frozen,
         device_lock: AnyDeviceLock,
     ) -> ExpertLoad:
-        """Count the tokens of each expert over all micro-batches, by a forward pass over each."""
+        """Count each expert's tokens over all micro-batches, with a forward pass over each."""
         load = None
         for index, micro in enumerate(micros):
             with device_lock:
@@ -200,10 +200,10 @@ class Update(Generic[ObjectiveT]):
     def _check_memory(
         self, params: Params, micros: Sequence[Any], context: Any, frozen: Frozen
     ) -> None:
-        """Raise MemoryError if the machine has not the memory of a micro-batch's program.
+        """Raise MemoryError if the machine lacks the memory of a micro-batch's program.
 
-        On a CPU alone: it has no error of its own for that, the process is killed. The programs are
-        compiled here, and once.
+        Only on CPUs, where the process would be killed without an error. The programs are compiled
+        here, once.
         """
         new = {num_rows(m): m for m in micros if num_rows(m) not in self._fitting}
         free = free_memory(self.settings.mesh) if new else None
@@ -224,12 +224,12 @@ class Update(Generic[ObjectiveT]):
 
     @property
     def _can_halve(self) -> bool:
-        """Whether micro-batches may have fewer rows."""
+        """True if micro-batches may have fewer rows."""
         independent = self.objective.rows_are_independent
         return independent and self.sizes.most > self.settings.num_row_shards
 
     def _halve(self, error: str) -> None:
-        """Take at most half the rows from now on. Raises TrainingError if they cannot be halved."""
+        """Halve the maximum rows of a micro-batch. Raises TrainingError if that is impossible."""
         multiple, rows = self.settings.num_row_shards, self.sizes.most
         if not self._can_halve:
             independent = self.objective.rows_are_independent
@@ -257,7 +257,7 @@ class Update(Generic[ObjectiveT]):
         *,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
-        """Report the objective's measures of the data without learning."""
+        """Report the objective's measures of the data without an update."""
         micros, context = self._micros(data), self.objective.context(data)
         with device_lock:
             totals = [
@@ -268,14 +268,17 @@ class Update(Generic[ObjectiveT]):
 
 
 def is_queue_full(mesh: Mesh, index: int) -> bool:
-    """Return whether to wait after program `index` of a loop, before more are queued."""
+    """Return whether to wait after program `index` of a loop before queueing another."""
     bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return bounded and index % MAX_QUEUED == MAX_QUEUED - 1
 
 
 def free_memory(mesh: Mesh) -> int | None:
-    """Return the bytes that a program may take on each device of a mesh of CPU devices; None: the
-    devices say so themselves, or nothing does, or several processes would have to agree."""
+    """Return the bytes that a program may use on each device of a mesh of CPUs.
+
+    None: unknown, or other devices, which raise errors themselves, or a mesh of several processes,
+    which would have to agree.
+    """
     if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
         return None
     try:

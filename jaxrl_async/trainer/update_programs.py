@@ -53,35 +53,35 @@ zeros."""
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. `update` donates the state that it is given."""
+    """Everything that an update changes; an update donates it."""
 
-    params: Params  # what is learnt: the trainable weights
+    params: Params  # the trainable weights
     opt_state: Any
     step: Array  # [] int32, updates made; skipped ones do not count
 
 
 class Frozen(NamedTuple):
-    """Weights on the same mesh that a loss reads and that take no gradient; None: not read."""
+    """Weights on the same mesh that a loss reads without a gradient; None: not read."""
 
     reference: Params | None = None
     teacher: Params | None = None
-    base: Params | None = None  # what an adapter changes; None: all weights are trained
-    noise: Noise | None = None  # of the adapter's dropout, in a gradient alone; None: none
-    load: ExpertLoad | None = None  # of all micro-batches, without odds; None: there is only one
+    base: Params | None = None  # frozen weights below an adapter; None: all weights are trained
+    noise: Noise | None = None  # of the adapter's dropout, only in a gradient; None: no dropout
+    load: ExpertLoad | None = None  # of all micro-batches, without odds; None: only one
 
 
 NOTHING_FROZEN = Frozen()
 
 
 class WithMasters(NamedTuple):
-    """An optimizer's state if the weights are kept in another type than they learn in."""
+    """The state of an optimizer that updates float32 copies of narrower weights."""
 
     optimizer: Any
-    masters: Params  # float32; the weights are these, rounded to the nearest
+    masters: Params  # float32; the weights are their values rounded to the nearest
 
 
 class GradSum(NamedTuple):
-    """Gradients and loss so far, over micro-batches."""
+    """Gradients and loss, summed over micro-batches."""
 
     grads: Params  # float32; if the mesh divides data, [parts, ...], one sum for each part
     loss: Array  # [] float32
@@ -89,57 +89,57 @@ class GradSum(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What an update ran over."""
+    """Counts of one update."""
 
-    rows: int  # of all micro-batches, with those that only fill the last one
+    rows: int  # of all micro-batches, including padding rows of the last one
     number: int  # forward and backward passes
 
 
 class Objective(Protocol):
-    """What an update minimises: a frozen record without state or thread.
+    """The function that an update minimises: a frozen record without state or thread.
 
-    Each has data of its own, which becomes micro-batches (trees of host arrays [rows, length, ...])
-    and a context (a tree of numbers or arrays, the same for all micro-batches).
+    Its data becomes micro-batches (trees of host arrays [rows, length, ...]) and a context (a tree
+    of numbers or arrays, the same for all micro-batches).
     """
 
     @property
     def spec(self) -> ModelSpec:
-        """The decoder that learns."""
+        """The trained decoder."""
 
     @property
     def table(self) -> Any:
-        """The weights that are learnt, as declared: shapes, placement, and what decays."""
+        """The declared weights that are trained: shapes, placement, and weight decay."""
 
     @property
     def prefix(self) -> str:
-        """The first part of the names under which an update's numbers are reported."""
+        """The prefix of an update's metrics."""
 
     @property
     def rows_are_independent(self) -> bool:
-        """Whether a row can be learnt without the others of its micro-batch."""
+        """True if the loss of a row does not depend on the others of its micro-batch."""
 
     def micro_batches(self, data: Any, sizes: MicroSizes) -> Sequence[Any]:
         """Split the data into micro-batches of these sizes; on the host."""
 
     def context(self, data: Any) -> Any:
-        """Return what all micro-batches of the data have in common."""
+        """Return the values that all micro-batches of the data share."""
 
     def loss(
         self, trainable: Params, frozen: Frozen, micro: Any, context: Any
     ) -> tuple[Array, Totals]:
         """Return a micro-batch's share of the loss and of the report; inside jit.
 
-        The gradient is taken of `trainable` alone.
+        The gradient is only taken of `trainable`.
         """
 
     def measures(self, trainable: Params, frozen: Frozen, micro: Any, context: Any) -> Totals:
-        """Return a micro-batch's share of what is reported without learning; inside jit."""
+        """Return a micro-batch's share of a report without an update; inside jit."""
 
     def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
-        """Return what the weights say of tokens: log-probs, values or scores; inside jit."""
+        """Return the model's output for tokens: log-probs, values or scores; inside jit."""
 
     def report(self, data: Any, frozen: Frozen, passes: Passes) -> dict[str, float]:
-        """Return what the host reports of an update on the data, beside the loss's totals."""
+        """Return the metrics that the host computes of an update, in addition to the totals."""
 
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
@@ -228,7 +228,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self.count = jax.jit(self._count_one, out_shardings=self._replicated)
 
     def _of_each_part(self, of_params: Any) -> Any:
-        """Return the shardings of gradients that each part of the axis data sums for itself."""
+        """Return the shardings of gradients that each part of the axis data sums separately."""
         if self.parts == 1:
             return of_params
         return jax.tree.map(
@@ -332,10 +332,12 @@ class UpdatePrograms(Generic[ObjectiveT]):
         ids: Array,
         at: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Make the optimizer's step if loss and gradient are finite, and the new weights are no
-        more than MOST_GROWTH times as large and say what is finite; else keep the state.
+        """Make the optimizer's step; keep the old state if it is unsafe.
 
-        ids: [n] int32, what the weights are tried on.
+        A step is safe if loss and gradient are finite, the new weights are at most MOST_GROWTH
+        times as large, and their outputs for `ids` are finite.
+
+        ids: [n] int32, the tokens of the probe.
         """
         if self.parts > 1:
             sums = sums._replace(grads=jax.tree.map(lambda g: g.sum(axis=0), sums.grads))
@@ -360,20 +362,20 @@ class UpdatePrograms(Generic[ObjectiveT]):
         }
 
     def _probe_rows(self, ids: Array) -> TokenRows:
-        """Return one sequence of these tokens for each device that rows are divided over."""
+        """Return one sequence of these tokens for each device with rows."""
         rows = jnp.tile(ids, (self.settings.num_row_shards, 1))
         positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
         return TokenRows(rows, positions, jnp.ones_like(rows))
 
     def _fresh_opt(self, params: Params) -> Any:
-        """Make the optimizer's state for weights of any type; masters are copies not rounded."""
+        """Make the optimizer's state for weights of any dtype; masters are unrounded copies."""
         masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         fresh = self._optimizer.init(masters)
         return WithMasters(fresh, masters) if self._masters else fresh
 
     def _moved(self, state: TrainState, sums: GradSum, rate: Array) -> TrainState:
-        """Move the masters by one optimizer step, or the weights if there are no masters; and the
-        routers' corrections."""
+        """Apply one optimizer step to the masters, or to the weights if there are no masters, and
+        move the routers' corrections."""
         opt_state, before = state.opt_state, _float32(state.params)
         if self._masters:
             opt_state, before = state.opt_state
@@ -385,7 +387,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         return TrainState(params, opt_state, state.step + 1)
 
     def _rounded(self, params: Params, step: Array) -> Params:
-        """Round float32 weights to the type that they are kept in, as trainer.rounding says."""
+        """Round float32 weights to their dtype, as trainer.rounding specifies."""
         dtype = self.settings.param_dtype
         if self._stochastic:
             key = jax.random.fold_in(jax.random.key(ROUNDING_SEED), step)
@@ -394,11 +396,11 @@ class UpdatePrograms(Generic[ObjectiveT]):
 
 
 def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
-    """Return whether each part of the axis data may sum gradients for itself.
+    """Return whether each part of the axis data may sum its gradients separately.
 
-    XLA's partitioner aborts for some programs with one axis divided by hand and others by XLA
-    (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor),
-    so these are the meshes that were tried.
+    XLA's partitioner aborts for some programs with one manual axis and others divided by XLA
+    (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor).
+    Only tested meshes are allowed.
     """
     others = {axis for axis, size in mesh.shape.items() if size > 1} - {"data"}
     return others <= ({"expert"} if spec.experts else {"fsdp", "tensor"})
@@ -418,5 +420,5 @@ def _float32(params: Params) -> Params:
 
 
 def decayed(table: Any) -> Any:
-    """Return a tree of bool: where weight decay applies, as each weight declares."""
+    """Return a tree of bool: True where the declared weight decays."""
     return jax.tree.map(lambda w: w.is_decayed, table, is_leaf=lambda w: isinstance(w, Weight))
