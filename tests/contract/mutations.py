@@ -389,6 +389,19 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/evaluation",
+        ("trainer/test_trainer.py",),
+        (
+            ("            report({})\n            raise\n", "            raise\n"),
+            ("        if not self.last:\n", "        if self.last:\n"),
+            ("if not due or self._parts.outlets.should_hurry():", "if not due:"),
+            (
+                "        if self._times.shares_slice:\n",
+                "        if not self._times.shares_slice:\n",
+            ),
+        ),
+    ),
+    Group(
         "buffer/contents",
         (
             "buffer/test_contents.py",
