@@ -76,7 +76,9 @@ class Trainer:
         shares_slice = turn is not NO_DEVICE_LOCK
         possible = {TURN: shares_slice, EVALUATION: settings.eval_async}
         self.clock = StepClock([wait for wait, is_possible in possible.items() if is_possible])
-        self._saver = Saver(self._write_checkpoint, self.clock)
+        self._saver = Saver(
+            lambda version: outlets.save(self.learner, version, self.numbers()), self.clock
+        )
         self._evaluations = EvaluationSchedule(
             EvaluationParts(source=source, publisher=publisher, outlets=outlets, clock=self.clock),
             EvaluationTimes(
@@ -204,9 +206,6 @@ class Trainer:
         measures = self.clock.end_step(self.version, draw.waited_s) | self._saver.report()
         return self._outlets.report(self.version, {**values, **more, **measures}, draw.groups)
 
-    def _write_checkpoint(self, version: int) -> None:
-        self._outlets.save(self.learner, version, self.numbers())
-
     def _stop_if_lost(self) -> None:
         if self._skipped_in_row >= self._settings.max_skipped_steps:
             self._evaluations.complete()
@@ -217,16 +216,16 @@ class Trainer:
 
 
 def lost(in_row: int, *, blown_up: bool) -> str:
-    """Say that so many steps in a row were skipped, and what to do.
+    """Return the message after `in_row` consecutive skipped steps, with the remedy.
 
-    blown_up: the last one was, because of the weights that it would have made.
+    blown_up: the last one was skipped for the weights that it would have made.
     """
-    kept = "the weights from before them are kept and saved."
+    kept = "the weights before them are kept and saved."
     rate = "algorithm.learning_rate (of a warm start: warm_start.learning_rate)"
     if blown_up:
         return (
-            f"{in_row} steps in a row were skipped: the last one would have made weights beyond "
-            f"all measure, or that give NaN; {kept} The learning rate is too high: lower {rate}."
+            f"{in_row} steps in a row were skipped: the weights of the last one were far too large "
+            f"or gave NaN; {kept} The learning rate is too high: lower {rate}."
         )
     return (
         f"{in_row} steps in a row had a non-finite loss or gradient; {kept} Lower {rate} or "
@@ -235,5 +234,5 @@ def lost(in_row: int, *, blown_up: bool) -> str:
 
 
 def _is_gone(params: Any) -> bool:
-    """Return whether an update has taken the memory of these weights."""
+    """Return whether an update has donated the memory of these weights."""
     return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))

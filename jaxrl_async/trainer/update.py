@@ -129,9 +129,9 @@ class Update(Generic[ObjectiveT]):
             host_totals, host_applied = jax.device_get((totals, applied))
         if host_applied["blown_up"]:
             log.warning(
-                "an update is skipped: with a learning rate of %.3g its weights (norm %.3g) would "
-                "be beyond all measure, or give numbers that are not finite. Lower "
-                "algorithm.learning_rate (of a warm start: warm_start.learning_rate).",
+                "an update is skipped: with a learning rate of %.3g its weights (norm %.3g) are "
+                "far too large or give non-finite numbers. Lower algorithm.learning_rate (of a "
+                "warm start: warm_start.learning_rate).",
                 host_applied["learning_rate"],
                 host_applied["made_norm"],
             )
