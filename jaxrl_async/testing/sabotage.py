@@ -268,14 +268,14 @@ def out_of_memory(hits: Hits) -> Fault:
 
     def fault(parts: Parts) -> None:
         step: Any = parts.trainer.learner._step
-        accumulate = step.accumulate
+        accumulate = step.programs.accumulate
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
 
-        step.accumulate = broken
+        step.programs.accumulate = broken
 
     return fault
 

@@ -185,7 +185,7 @@ GROUPS = (
         (("jax.random.fold_in(key, index)", "key"),),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         (
             "trainer/objectives/test_policy_objective.py::test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing",
         ),
@@ -196,14 +196,14 @@ GROUPS = (
         ),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         (
             "trainer/test_learner.py::test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made",
         ),
         (("self._schedule(state.step if at is None else at)", "self._schedule(state.step)"),),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         ("trainer/objectives/test_policy_objective.py::test_learning_rate_zero_moves_nothing",),
         (("lambda p, update: p + rate * update, before", "lambda p, update: p + update, before"),),
     ),
@@ -385,6 +385,19 @@ GROUPS = (
             (
                 "self.version % self._settings.save_every == 0",
                 "self.version % self._settings.save_every == 1",
+            ),
+        ),
+    ),
+    Group(
+        "trainer/evaluation",
+        ("trainer/test_trainer.py",),
+        (
+            ("            report({})\n            raise\n", "            raise\n"),
+            ("        if not self.last:\n", "        if self.last:\n"),
+            ("if not due or self._parts.outlets.should_hurry():", "if not due:"),
+            (
+                "        if self._times.shares_slice:\n",
+                "        if not self._times.shares_slice:\n",
             ),
         ),
     ),
