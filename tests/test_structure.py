@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_async
+from jaxrl_async.config.load import setting_names
 
 PACKAGE = Path(jaxrl_async.__file__).parent
 ROOT = PACKAGE.parent
@@ -65,6 +66,7 @@ def named_modules(tree: ast.Module) -> set[str]:
     texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
     names = {t.partition(":")[0].removeprefix("jaxrl_async.") for t in texts if isinstance(t, str)}
     dotted = {name for name in names if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name)}
+    dotted -= set(setting_names())
     return {n for n in dotted if PACKAGE.joinpath(*n.split(".")).with_suffix(".py").is_file()}
 
 

@@ -99,25 +99,25 @@ def data_with_references(data: StepData) -> StepData:
     )
 
 
-def without_references(learnt: StepAdvantages, data: StepData, *, trunk: str) -> StepAdvantages:
+def without_references(trained: StepAdvantages, data: StepData, *, trunk: str) -> StepAdvantages:
     """Return the advantages of a step's own episodes.
 
     Args:
-        learnt: advantages of the episodes, followed by their forks' references'.
+        trained: advantages of the episodes, followed by their forks' references'.
         data: the step without references.
         trunk: comparison used for a trunk's tokens after a pivot. "fork": the last such pivot's;
             "group": the group's.
     """
     own = [len(group.episodes) for group in data.groups]
-    advantages = [list(of) for of in learnt.advantages]
+    advantages = [list(of) for of in trained.advantages]
     if trunk == "fork":
         for group, of, count in zip(data.groups, advantages, own, strict=True):
             for point, reference in zip(fork_points(group), of[count:], strict=True):
                 behind = np.arange(len(reference)) >= point.place
                 of[point.trunk] = np.where(behind, reference, of[point.trunk])
     returns: PerToken | None = None
-    if learnt.returns is not None:
-        returns = tuple(tuple(of[:n]) for of, n in zip(learnt.returns, own, strict=True))
+    if trained.returns is not None:
+        returns = tuple(tuple(of[:n]) for of, n in zip(trained.returns, own, strict=True))
     return StepAdvantages(
         advantages=tuple(tuple(of[:n]) for of, n in zip(advantages, own, strict=True)),
         returns=returns,

@@ -201,7 +201,7 @@ class Config(Section):
 
     @property
     def longest_example(self) -> int:
-        """Longest context or example that is learnt, tokens."""
+        """Maximum length of a trained context or example, tokens."""
         return self.trainer.row_length or self.sampler.max_length
 
     @property

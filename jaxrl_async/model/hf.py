@@ -82,7 +82,7 @@ class OpenWeights:
         return [self._tensors[name] for name in _names(weight)]
 
 
-class Beside(NamedTuple):
+class OtherContents(NamedTuple):
     """The contents of a directory in addition to its text model."""
 
     config: Callable[[dict[str, Any]], dict[str, Any]]  # the text model's config.json -> of all
@@ -210,21 +210,21 @@ def save_params(
     folder: str | Path,
     spec: ModelSpec,
     params: Any,
-    beside: Beside | None = None,
+    others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write config.json and safetensors for transformers; several files above 4 GiB.
 
     Existing weights, their index and a GGUF file's pointer in the folder are replaced.
 
-    beside: contents in addition to the text model; None: nothing. stored: result of stored_types; a
+    others: contents in addition to the text model; None: nothing. stored: result of stored_types; a
     tensor is written in the type that it was read from if that changes no value. Raises
     CheckpointError for a folder that contains an adapter.
     """
     config = hf_config_of(spec)
-    if beside is not None:
-        config = beside.config(config)
-    save_weights(folder, config, weight_table(spec), params, spec.own, beside, stored)
+    if others is not None:
+        config = others.config(config)
+    save_weights(folder, config, weight_table(spec), params, spec.own, others, stored)
 
 
 def save_weights(
@@ -233,7 +233,7 @@ def save_weights(
     table: Any,
     params: Any,
     code: OwnCode | None = None,
-    beside: Beside | None = None,
+    others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write any table of weights and its config.json, as save_params does; also a copy of a user's
@@ -257,7 +257,7 @@ def save_weights(
     config = {**config, "torch_dtype": dtype, "dtype": dtype}
     earlier = _earlier_files(folder)
     with replacing(folder) as new:
-        _write(new, iter(tensors) if beside is None else beside.tensors(iter(tensors)))
+        _write(new, iter(tensors) if others is None else others.tensors(iter(tensors)))
         (new / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         if code is not None:
             save_code(code, new)

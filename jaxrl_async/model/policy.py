@@ -23,7 +23,7 @@ from jaxrl_async.mesh import (
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
 from jaxrl_async.model.hf import (
-    Beside,
+    OtherContents,
     load_generation,
     load_params,
     load_spec,
@@ -204,10 +204,12 @@ class Policy:
         else:
             params = self.merged().params
         spec, folder = speaking(self.spec, self.tokenizer), Path(folder)
-        tower, beside = self.tower, None
+        tower, others = self.tower, None
         if tower is not None:
-            beside = Beside(partial(config_with_tower, tower), partial(tensors_with_tower, tower))
-        save_params(folder, spec, params, beside, self.stored)
+            others = OtherContents(
+                partial(config_with_tower, tower), partial(tensors_with_tower, tower)
+            )
+        save_params(folder, spec, params, others, self.stored)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)

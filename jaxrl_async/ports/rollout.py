@@ -39,7 +39,7 @@ class Reply:
     reward: float = 0.0  # for the turn that this answers
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
     # [next context] int32: the policy's next turn continues these tokens alone, since the
-    # environment has rewritten history; token_ids is then empty. None: the sequence goes on
+    # environment has rewritten history; token_ids is then empty. None: the sequence continues
     opening: IntArray | None = None
     cut_off: bool = False  # with done: a limit ended the episode (StopReason.LENGTH)
     # for scorers, as plain JSON: what was said before the first turn, with its reply alone, and the

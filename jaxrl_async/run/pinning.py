@@ -21,7 +21,7 @@ CONTROLLER_PORT = 8476
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlacement:
     """Devices and cores of one process of a machine."""
 
     environment: Mapping[str, str]  # to be set before JAX starts
@@ -42,7 +42,7 @@ def place_of_sampler(
     *,
     cores: Sequence[int],
     gpus: Sequence[str] | None = None,
-) -> Place:
+) -> ProcessPlacement:
     """Return the devices and cores of one sampler on this machine.
 
     Args:
@@ -59,16 +59,18 @@ def place_of_sampler(
     numbers = range(first, first + each)
     if platform == "cpu":
         own = {"JAX_PLATFORMS": "cpu"}
-        return Place(environment=own, cores=_share(cores, index, mesh.samplers))
+        return ProcessPlacement(environment=own, cores=_share(cores, index, mesh.samplers))
     if platform == "tpu":
-        return Place(environment=_chips([str(n) for n in numbers], "mesh.sampler", index + 1))
+        return ProcessPlacement(
+            environment=_chips([str(n) for n in numbers], "mesh.sampler", index + 1)
+        )
     if gpus is not None and first + each > len(gpus):
         raise MeshError(
             f"sampler {index} needs {each} GPUs after the first {first}, and CUDA_VISIBLE_DEVICES "
             f"has {len(gpus)}. Lower mesh.samplers or the axes of the slices."
         )
     names = [str(n) if gpus is None else gpus[n] for n in numbers]
-    return Place(environment={"CUDA_VISIBLE_DEVICES": ",".join(names)})
+    return ProcessPlacement(environment={"CUDA_VISIBLE_DEVICES": ",".join(names)})
 
 
 def _share(cores: Sequence[int], index: int, samplers: int) -> tuple[int, ...]:

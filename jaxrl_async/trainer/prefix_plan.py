@@ -38,7 +38,7 @@ class LaidContext(NamedTuple):
 
 def prefix_key(
     token_ids: NDArray[np.int32],
-    learnt: NDArray[np.bool_],
+    trained: NDArray[np.bool_],
     group: int,
     expert_ids: NDArray[np.signedinteger] | None = None,
 ) -> PrefixKey:
@@ -46,7 +46,7 @@ def prefix_key(
 
     Args:
         token_ids: [length].
-        learnt: [length] True where this context trains the token.
+        trained: [length] True where this context trains the token.
         group: contexts of different groups share nothing.
         expert_ids: [length, layers, k] if the routing is given.
     """
@@ -54,7 +54,7 @@ def prefix_key(
     if expert_ids is not None:
         of_token = expert_ids.reshape(len(token_ids), -1).astype(np.int32)
         columns = np.concatenate([columns, of_token], axis=1)
-    first = int(np.argmax(learnt)) if learnt.any() else len(token_ids)
+    first = int(np.argmax(trained)) if trained.any() else len(token_ids)
     return PrefixKey(np.ascontiguousarray(columns), group, first)
 
 

@@ -23,7 +23,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.health import HEALTH_VARIABLE
 from jaxrl_async.metrics.spans import TRACE_VARIABLE
 from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
-from jaxrl_async.run.pinning import Place
+from jaxrl_async.run.pinning import ProcessPlacement
 from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
 
 LOOK_S = 0.2
@@ -48,7 +48,7 @@ class Child:
     """One sampler process, and the state kept across its restarts."""
 
     name: str
-    place: Place
+    place: ProcessPlacement
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     ended_at: float | None = None
@@ -62,7 +62,7 @@ class LocalSamplers:
     close."""
 
     address: str  # HOST:PORT of the trainer
-    places: Sequence[Place]  # of each sampler
+    places: Sequence[ProcessPlacement]  # of each sampler
     faults: FaultsSection
     secret: str = field(repr=False)
     logs: Path  # folder of their output

@@ -79,13 +79,13 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
     check_numbers(spec)
-    beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
+    moments = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
     if form is not None:
         check_own_base(spec, base_shapes(spec, form, dtype))
-    trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + beside)
+    trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + moments)
     frozen = lora is not None and config.model.path is not None
-    warmed = num_weights(spec) * (dtype.itemsize + beside)  # a warm start trains all weights
+    warmed = num_weights(spec) * (dtype.itemsize + moments)  # a warm start trains all weights
     check_memory(
         base_bytes(spec, form, dtype) + trained if frozen else warmed,
         slices.trainer,

@@ -59,7 +59,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlace:
+class BucketStorage:
     """The checkpoints of one run on a bucket. What writes them raises FolderLost, too, if another
     trainer has begun since."""
 
@@ -261,7 +261,7 @@ class BucketPlace:
             return
 
 
-def open_bucket(address: str, name: str, sign: str | None = None) -> BucketPlace:
+def open_bucket(address: str, name: str, sign: str | None = None) -> BucketStorage:
     """Return where the checkpoints of the run of this name lie below an address; nothing is made.
     sign: of this process, if it writes them. Raises ConfigError."""
     whole = f"{address.rstrip('/')}/{name}"
@@ -272,11 +272,11 @@ def open_bucket(address: str, name: str, sign: str | None = None) -> BucketPlace
         directory = epath.Path(whole)
     except Exception as error:  # each file system has its own kinds
         raise unusable(whole, error) from error
-    return BucketPlace(directory, system, root.rstrip("/"), sign)
+    return BucketStorage(directory, system, root.rstrip("/"), sign)
 
 
 def _brought(run: Paths) -> tuple[Path, ...]:
-    """Return the files that a run goes on with elsewhere, whether they are there or not."""
+    """Return the files that a run needs to continue elsewhere, whether they exist or not."""
     return (*run.records, run.root / TRACKERS_FILE)
 
 

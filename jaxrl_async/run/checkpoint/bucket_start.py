@@ -15,7 +15,7 @@ import yaml
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.checkpoint.bucket import BucketPlace, open_bucket, unusable
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
 from jaxrl_async.run.checkpoint.seal import saved_steps
 from jaxrl_async.run.folder import Paths, holds_something, move_aside
 from jaxrl_async.run.signs import WRITERS, add_signs, read_signs
@@ -81,7 +81,7 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
         log.info("%s was written by %s; if it still runs, it ends", place.directory, before)
 
 
-def _bring_back(place: BucketPlace, step: int, paths: Paths) -> None:
+def _bring_back(place: BucketStorage, step: int, paths: Paths) -> None:
     """Bring a run's folder to where its newest checkpoint is. Raises OSError, ConfigError."""
     root, writer = paths.root, place.writer()
     # A host that was not the first of its run has left no metrics, only files such as its trace.
@@ -105,7 +105,7 @@ def _bring_back(place: BucketPlace, step: int, paths: Paths) -> None:
     place.fetch_records(step, paths)
 
 
-def _reaches(paths: Paths, place: BucketPlace, step: int) -> bool:
+def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
     """Return whether the metrics here are of this step or later, and the ledger is as long as the
     checkpoint's: a copy may have been made between the two."""
     last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
@@ -130,7 +130,7 @@ def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
         )
 
 
-def _newest_whole(place: BucketPlace, steps: list[int]) -> int:
+def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
     """Return the newest step whose objects are those that were written. Raises OSError where the
     bucket does not say, ConfigError if there is none."""
     for step in reversed(steps):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl_async.config.run_section import CheckpointSection
-from jaxrl_async.run.checkpoint.bucket import BucketPlace, open_bucket
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket
 from jaxrl_async.run.checkpoint.seal import (
     UNNAMED,
     check_files,
@@ -28,7 +28,7 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signs import WRITERS, read_signs
 
 
-class Place(Protocol):
+class CheckpointStorage(Protocol):
     """A place of checkpoints; every method but the first two raises OSError if it fails."""
 
     @property
@@ -73,7 +73,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FolderPlace:
+class FolderStorage:
     """A folder of a file system."""
 
     directory: Path
@@ -127,10 +127,12 @@ class FolderPlace:
         forget_old(self.directory, newest, keep)
 
 
-def place_of(section: CheckpointSection, run_name: str, paths: Paths) -> FolderPlace | BucketPlace:
+def place_of(
+    section: CheckpointSection, run_name: str, paths: Paths
+) -> FolderStorage | BucketStorage:
     """Return where a run's checkpoints lie; nothing is made. Raises ConfigError for a bucket that
     cannot be used."""
     if section.dir is None:
-        return FolderPlace(paths.checkpoints.absolute())
+        return FolderStorage(paths.checkpoints.absolute())
     signs = read_signs(paths.root / WRITERS)  # the last one's is this process's, if it trains
     return open_bucket(section.dir, run_name, signs[-1] if signs else None)

@@ -36,7 +36,7 @@ from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
-from jaxrl_async.run.checkpoint.storage import FolderPlace, Place, place_of
+from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, place_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -74,7 +74,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path | Place,
+        directory: Path | CheckpointStorage,
         keep: int = 2,
         *,
         verify: bool = True,
@@ -92,8 +92,8 @@ class Checkpoints:
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
         """
-        self._place: Place = (
-            FolderPlace(directory.absolute()) if isinstance(directory, Path) else directory
+        self._place: CheckpointStorage = (
+            FolderStorage(directory.absolute()) if isinstance(directory, Path) else directory
         )
         self.directory, self._keep, self._verify = self._place.directory, keep, verify
         self._run = run
@@ -427,7 +427,7 @@ def open_checkpoints(
     return Checkpoints(place, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried)
 
 
-def read_learnt(place: Place, step: int, dtype: Any) -> Any:
+def read_learnt(place: CheckpointStorage, step: int, dtype: Any) -> Any:
     """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 
@@ -461,7 +461,9 @@ def read_learnt(place: Place, step: int, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
-def read_lora(place: Place, step: int, otherwise: LoraSection | None) -> LoraSection | None:
+def read_lora(
+    place: CheckpointStorage, step: int, otherwise: LoraSection | None
+) -> LoraSection | None:
     """Return the adapter's settings that the checkpoint of this step was made with; None: all
     weights are trained. Raises CheckpointError.
 

@@ -15,9 +15,12 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.health import HEALTH_VARIABLE
 from jaxrl_async.remote.run import local_samplers
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
-from jaxrl_async.run.pinning import Place
+from jaxrl_async.run.pinning import ProcessPlacement
 
-PLACES = (Place(environment={"CHIP": "0"}, cores=(0,)), Place(environment={"CHIP": "1"}))
+PLACES = (
+    ProcessPlacement(environment={"CHIP": "0"}, cores=(0,)),
+    ProcessPlacement(environment={"CHIP": "1"}),
+)
 
 
 def until(holds: Callable[[], bool]) -> None:

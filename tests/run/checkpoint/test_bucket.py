@@ -24,7 +24,7 @@ from jaxrl_async.errors import ConfigError, FolderLost
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.run.checkpoint import bucket_start, store
-from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketPlace
+from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketStorage
 from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing
 from jaxrl_async.run.folder import Paths, write_config
@@ -37,14 +37,14 @@ AT = "/bucket/runs/a"
 @pytest.fixture
 def place(monkeypatch):
     system = fsspec.filesystem("memory")
-    made = BucketPlace(PurePosixPath(AT), system, AT)
+    made = BucketStorage(PurePosixPath(AT), system, AT)
     monkeypatch.setattr(bucket_start, "open_bucket", lambda address, name: made)
     yield made
     if system.exists("/bucket"):
         system.rm("/bucket", recursive=True)
 
 
-def write(place: BucketPlace, step: int, run: Paths | None = None, *, whole: bool = True) -> None:
+def write(place: BucketStorage, step: int, run: Paths | None = None, *, whole: bool = True) -> None:
     """Write what looks like a checkpoint."""
     place.make_room(step)
     for name in ("state/d/1", "state/ocdbt.process_0/d/1", "loop/d/1"):
@@ -53,7 +53,7 @@ def write(place: BucketPlace, step: int, run: Paths | None = None, *, whole: boo
         place.complete(step, run)
 
 
-def names(place: BucketPlace, step: int) -> set[str]:
+def names(place: BucketStorage, step: int) -> set[str]:
     return {p.removeprefix(f"{AT}/{step}/") for p in place.system.find(f"{AT}/{step}")}
 
 
@@ -89,10 +89,10 @@ def test_what_is_not_what_was_written_is_told_and_is_damage(place, harm):
 
 
 def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(place, monkeypatch):
-    real = BucketPlace._find
+    real = BucketStorage._find
     sums = {"crc32c": "AAAAAA==", "md5Hash": None}
     monkeypatch.setattr(
-        BucketPlace, "_find", lambda *a: {k: {**v, **sums} for k, v in real(*a).items()}
+        BucketStorage, "_find", lambda *a: {k: {**v, **sums} for k, v in real(*a).items()}
     )
     write(place, 1)
     place.check(1)
@@ -249,7 +249,7 @@ def test_a_start_that_was_killed_does_not_make_the_folder_a_stranger(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr(bucket_start if at == "add_signs" else BucketPlace, at, die)
+        killed.setattr(bucket_start if at == "add_signs" else BucketStorage, at, die)
         begin_writing(SECTION, RunSection(dir=str(tmp_path), name="a", resume=True))
     assert resumed(here.root) and not (tmp_path / "a.1").exists()
 
@@ -323,7 +323,7 @@ def test_where_no_checkpoint_is_whole_nothing_begins(place, tmp_path):
         resumed(tmp_path / "here/a")
 
 
-def writing(place: BucketPlace, run: Paths) -> BucketPlace:
+def writing(place: BucketStorage, run: Paths) -> BucketStorage:
     """The place as the trainer that began last in this folder has it."""
     return dataclasses.replace(place, sign=read_signs(run.root / WRITERS)[-1])
 
@@ -349,14 +349,14 @@ def test_who_begins_while_another_seals_finds_no_seal_of_it(place, tmp_path, mon
     first = made_run(tmp_path / "first/a", 1)
     elder = writing(place, first)
     elder.make_room(1)
-    real = BucketPlace._objects
+    real = BucketStorage._objects
 
-    def begun(self: BucketPlace, step: int) -> dict[str, object]:
+    def begun(self: BucketStorage, step: int) -> dict[str, object]:
         made_run(tmp_path / "second/a", 1)
         return real(self, step)
 
     with monkeypatch.context() as between, pytest.raises(FolderLost):
-        between.setattr(BucketPlace, "_objects", begun)
+        between.setattr(BucketStorage, "_objects", begun)
         elder.complete(1, first)
     assert place.steps() == []
 
@@ -438,7 +438,7 @@ with Checkpoints(place, 2) as checkpoints:
     for word in sys.argv[1].split():
         act, step = word.split("=")
         if act == "die":
-            bucket.BucketPlace.complete = die
+            bucket.BucketStorage.complete = die
         if act in ("save", "die"):
             checkpoints.save(int(step), state=state(int(step)), loop={{"version": int(step)}})
             checkpoints.wait()
