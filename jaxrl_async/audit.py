@@ -1,9 +1,9 @@
 """Audit a run: jaxrl-async audit RUN checks that its ledger adds up.
 
-Every group was admitted once and has one fate: trained on, once or as often as buffer.reuse says,
+Every group was admitted once and has one fate: trained on (once, or up to buffer.reuse times),
 dropped for a reason, or still active at the end. No token was older than max_staleness, every step
-had its groups, metrics.jsonl has the same steps, and both reach the newest checkpoint. Exit code 0:
-all of this holds; 1: something does not; 2: there is no run to audit.
+had its groups, metrics.jsonl has the same steps, and both files reach the newest checkpoint.
+Exit code 0: all of this holds; 1: a check failed; 2: there is no run to audit.
 """
 
 import sys
@@ -23,7 +23,7 @@ from jaxrl_async.run.checkpoint.seal import is_sealed, saved_steps
 
 USAGE = "usage: jaxrl-async audit RUN"
 SHOWN = 20
-"""Problems printed one by one."""
+"""Maximum number of problems that are printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Audit:
     dropped: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)  # version - oldest token -> groups
     resumed: int = 0
-    skipped: tuple[str, ...] = ()  # lines that are none of a run's
+    skipped: tuple[str, ...] = ()  # lines that no run wrote
 
 
 def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
@@ -120,7 +120,7 @@ class _Books:
             self.problems.append(f"line {number}: unknown fate {fate!r}")
 
     def _resumed(self, line: Mapping[str, Any]) -> None:
-        """Forget what was recorded of the groups whose numbers the resumed run gives again."""
+        """Forget the records of groups whose numbers the resumed run assigns again."""
         next_groups = line.get("places") or [line["next_group"]]
         self.processes = count = len(next_groups)
         old = {g for g in self.admitted_at if g // count < next_groups[g % count]}
@@ -146,7 +146,7 @@ class _Books:
             self.ended[group] = "trained on as often as it may be"
 
     def _returned(self, group: int, line: Mapping[str, Any]) -> None:
-        """Undo a use whose step was not made."""
+        """Undo a use whose step did not take place."""
         self.ended.pop(group, None)
         for counts, key in (
             (self.uses, group),
@@ -158,7 +158,7 @@ class _Books:
                 del counts[key]
 
     def open_problems(self) -> Iterator[str]:
-        """Name what is wrong at the end of the ledger: steps, lost groups, gaps in the numbers."""
+        """Yield the problems at the end of the ledger: steps, lost groups, gaps in the numbers."""
         rules = self.rules
         last = max(self.steps, default=-1)
         for version in range(last + 1):
@@ -204,7 +204,7 @@ def audit_run(folder: Path) -> Audit:
         waits=config["staleness"].get("when_too_old", "wait") == "wait",
     )
     ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
-    # The run may be training: what is read first is in what is read later, not the reverse.
+    # The run may still be training: files read later contain at least what earlier ones did.
     sealed = _sealed(folder, config)
     before = _reported(metrics)
     lines = [x for x in read_lines(ledger) if "fate" in x]
@@ -213,7 +213,7 @@ def audit_run(folder: Path) -> Audit:
     result = replace(audit(lines, rules), skipped=skipped[0] + skipped[1])
     made, last = set(range(result.steps + 1)), max(reported, default=0)
     problems = list(result.problems)
-    # The ledger may have one step more than the metrics: the one in which the run was killed.
+    # The ledger may have one step more than the metrics if the run was killed in that step.
     if not (made - {result.steps} <= reported and before <= made):
         problems.append(
             f"metrics.jsonl has {len(reported)} steps up to {last}, the ledger {result.steps}"
@@ -241,10 +241,10 @@ def _reported(metrics: Path) -> set[int]:
 
 
 def skipped_lines(path: Path) -> Iterator[str]:
-    """Name the lines of a file that are none of a run's, if there are some."""
+    """Yield a message about the lines of a file that no run wrote, if there are any."""
     numbers = [number for number, line in numbered_lines(path) if line is None]
     if numbers:
-        yield f"{path.name}: {listed_lines(numbers)} is torn, or none of a run's: skipped"
+        yield f"{path.name}: {listed_lines(numbers)} is torn, or not written by a run: skipped"
 
 
 def audit_report(result: Audit) -> str:

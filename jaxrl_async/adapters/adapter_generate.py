@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Completion, Partial, Request
 
 

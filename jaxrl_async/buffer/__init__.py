@@ -1,1 +1,1 @@
-"""The replay buffer, which bounds how stale groups may be. Needs no JAX."""
+"""The replay buffer, which bounds the staleness of groups. Needs no JAX."""

@@ -1,4 +1,4 @@
-"""Which finished groups may be trained on: each is looked at once for a version and a bound."""
+"""Checks which finished groups may be trained on, once per group, version and bound."""
 
 from itertools import takewhile
 
@@ -6,21 +6,22 @@ from jaxrl_async.staleness import drop_reason
 from jaxrl_async.types import Drop, EpisodeGroup
 
 
-class Judge:
-    """Finds the groups that may not be trained on. A trainer that waits asks after each group that
-    comes in, and those that were fit at the last question still are. Not locked."""
+class Eligibility:
+    """Finds the groups that may not be trained on. A waiting trainer checks after each new group,
+    so groups that were fit at the last check are not checked again. Not locked."""
 
     def __init__(self) -> None:
-        self._at = (-1, -1)  # version and bound of the last question
-        self._fit = set[int]()  # numbers of groups that were fit at those
+        self._at = (-1, -1)  # version and bound of the last check
+        self._fit = set[int]()  # numbers of groups that were fit then
 
     def unfit(
         self, groups: dict[int, EpisodeGroup], version: int, max_staleness: int
     ) -> dict[int, Drop]:
-        """Return why groups may not be trained on at this version, by number.
+        """Return the groups that may not be trained on at this version, with the reasons, by
+        number.
 
-        groups: what has come since the last question is last in it, and what was unfit then is
-            gone; else `forget` first.
+        groups: groups added since the last check must come last, and groups found unfit must have
+        been removed; else call `forget` first.
         """
         if self._at != (version, max_staleness):
             self._at, self._fit = (version, max_staleness), set()
@@ -30,5 +31,5 @@ class Judge:
         return {n: reason for n, reason in reasons.items() if reason is not None}
 
     def forget(self) -> None:
-        """Look at every group at the next question."""
+        """Check every group again at the next call."""
         self._at, self._fit = (-1, -1), set()

@@ -1,4 +1,4 @@
-"""What differs between an earlier run's settings and the current ones. Needs no JAX."""
+"""Differences between an earlier run's settings and the current ones. Needs no JAX."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ class Change(NamedTuple):
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield what differs between two tables of settings by dotted names, as YAML or JSON gives
+    """Yield the differences between two tables of settings by dotted names, as YAML or JSON gives
     them.
 
-    `before` may be of an older version: settings that it lacks are taken at their defaults, and
-    renamed ones by their current names.
+    `before` may be of an older version: missing settings have their defaults, and renamed ones are
+    read by their current names.
     """
     defaults = flattened(json.loads(Config().model_dump_json()))
     before = renewed_table(before)

@@ -1,5 +1,5 @@
-"""Settings that version 0.3 wrote otherwise: read for one more version, with a warning. Needs no
-JAX."""
+"""Settings that version 0.3 wrote differently: accepted for one more version, with a warning. Needs
+no JAX."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,18 +16,21 @@ NAMES: Mapping[str, str] = {
 """Settings by their former names."""
 OFF: Mapping[str, tuple[str, Any]] = {
     "algorithm.pivots": ("continuations", 0),
+    "metrics.mlflow": ("experiment", None),
+    "metrics.trackio": ("project", None),
+    "metrics.wandb": ("project", None),
     "model.lora": ("rank", 0),
     "pairs": ("loss", None),
     "reward.judge": ("model", None),
     "reward.process": ("function", None),
     "teacher": ("source", "none"),
 }
-"""Sections that are null now where they were turned off: by which value of which setting."""
+"""Sections that are null now: the setting and the value by which they were formerly turned off."""
 VALUES: Mapping[str, Mapping[str, str]] = {
     "mesh.samplers_in": {"elsewhere": "external"},
     "sampler.engine": {"ours": "native"},
 }
-"""Former values by setting (its current name), each with its current one."""
+"""Former values by setting (its current name), each with its current value."""
 
 
 class Renewed(NamedTuple):
@@ -38,7 +41,7 @@ class Renewed(NamedTuple):
 
 
 def renewed(name: str, value: Any) -> Renewed:
-    """Return a setting, given by its dotted name, as it is written now."""
+    """Return the current form of a setting, given by its dotted name."""
     name = NAMES.get(name, name)
     if isinstance(value, str):
         value = VALUES.get(name, {}).get(value, value)
@@ -46,7 +49,7 @@ def renewed(name: str, value: Any) -> Renewed:
 
 
 def renewed_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names as they are written now."""
+    """Return the current form of settings by dotted names."""
     now = dict(renewed(*one) for one in table.items())
     for section, (key, off) in OFF.items():
         switch = f"{section}.{key}"
@@ -57,9 +60,9 @@ def renewed_table(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renew(tree: dict[str, Any]) -> dict[str, str]:
-    """Replace former names and values of settings in nested sections; return what each setting that
-    was replaced, by its dotted name as written, is now (name=value). A current name that is given,
-    too, counts."""
+    """Replace former names and values of settings in nested sections; return the current form
+    (name=value) of each replaced setting, by its dotted name as written. If the current name is
+    given as well, its value is used."""
     replaced: dict[str, str] = {}
     for section, (key, off) in OFF.items():
         *outer, name = section.split(".")
@@ -83,7 +86,7 @@ def renew(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _inner(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a section in nested ones; empty: it holds none."""
+    """Return the settings of a section in nested ones; empty if the section is missing."""
     for name in path:
         inner = tree.get(name)
         tree = inner if isinstance(inner, dict) else {}

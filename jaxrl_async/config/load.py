@@ -2,8 +2,8 @@
 
     text --yaml--> tree + line of each key --overrides--> tree --known keys, types, rules--> Config
 
-A problem says where it is (file and line, or command line), the key path, the value, and what is
-allowed. Needs no JAX.
+A problem names its place (file and line, or command line), the key path, the value, and the allowed
+values. Needs no JAX.
 """
 
 import logging
@@ -42,11 +42,11 @@ from jaxrl_async.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 20
-"""Most problems to report of one configuration."""
+"""Maximum number of problems reported for one configuration."""
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
-"""Overrides of a run that a launcher starts again and again; an example's overwrite is for runs
+"""Overrides of a run that a launcher restarts automatically; an example's overwrite is for runs
 that are started by hand."""
 
 
@@ -59,13 +59,13 @@ def load(
     """Load a configuration and apply overrides `section.key=value` in order.
 
     Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
-    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; `runs.NAME.` before a setting sets it
-    for one of several runs. Raises ConfigError.
+    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; the prefix `runs.NAME.` sets a setting
+    of one of several runs. Raises ConfigError.
 
     Args:
         source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
-        where: what mappings are called in messages.
+        where: name of mappings in messages.
     """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
@@ -89,8 +89,8 @@ def load(
 
 
 def _checked(draft: Draft) -> Config:
-    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
-    wrong."""
+    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all
+    problems."""
     for written, now in renew(draft.tree).items():
         log.warning(
             "%s: %s is now written %s", draft.where(tuple(written.split("."))), written, now
@@ -110,14 +110,14 @@ def _checked(draft: Draft) -> Config:
 
 
 def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
-    """Return the configuration of several runs, in which each is what differs from the shared one.
-    Raises ConfigError.
+    """Return the configuration of several runs, each as its differences from the shared one. Raises
+    ConfigError.
 
     Args:
-        shared: all that stands beside `runs`.
+        shared: all settings except `runs`.
         config: made from it.
         given: the setting `runs`: settings, or a file of them, by name.
-        overrides: those of runs.NAME.
+        overrides: overrides of runs.NAME.
     """
     if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
         told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
@@ -146,8 +146,8 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
 
 
 def _run_of(override: str, names: Iterable[str]) -> str | None:
-    """Return the run that an override runs.NAME.SECTION.KEY=VALUE is for; names may have dots in
-    them. None: there is none of this name."""
+    """Return the run of an override runs.NAME.SECTION.KEY=VALUE; names may contain dots. None: no
+    run has this name."""
     key = override.strip().partition("=")[0]
     found = (name for name in names if key.startswith(f"runs.{name}."))
     return max(found, key=len, default=None)
@@ -169,8 +169,8 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
 
 
 def _of_one(shared: Draft, name: str, own: Any) -> Draft:
-    """Return the draft of one of several runs: the shared settings with its own in their place.
-    Raises ConfigError."""
+    """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
+    ConfigError."""
     if isinstance(own, str):
         file = read_draft(Path(own))
         return Draft(
@@ -194,7 +194,7 @@ def _of_one(shared: Draft, name: str, own: Any) -> Draft:
 
 
 def _plain_copy(tree: Mapping[str, Any]) -> Tree:
-    """Return mappings as new dicts, whatever kind of mapping they are."""
+    """Return mappings of any kind as new dicts."""
     return {
         key: _plain_copy(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()
@@ -202,7 +202,7 @@ def _plain_copy(tree: Mapping[str, Any]) -> Tree:
 
 
 def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
-    """Note the broken rules of single sections beside fields that are wrong in other sections."""
+    """Add the broken rules of single sections if fields of other sections are wrong."""
     wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
     try:
         config = Config.model_validate({k: v for k, v in known.items() if k not in wrong})
@@ -222,7 +222,7 @@ def _listed(problems: list[str]) -> str:
 
 
 def dump(config: Config) -> str:
-    """Return the whole configuration as YAML, from which `load` makes an equal Config."""
+    """Return the complete configuration as YAML, from which `load` makes an equal Config."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -239,7 +239,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FieldHelp:
-    """What is said of a setting, or of a section, whose default is None then."""
+    """Help of a setting, or of a section, whose default is None."""
 
     path: str  # "algorithm.learning_rate"
     about: str
@@ -249,7 +249,7 @@ class FieldHelp:
 
 
 def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
-    """Yield every section and setting, a section before what is in it."""
+    """Yield every section and setting, a section before its settings."""
     for name, target in section.model_fields.items():
         here = ".".join((*path, name))
         inner = section_of(target)
@@ -265,7 +265,7 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
 def help_text(prefix: str = "") -> str:
     """List every field: key path, default, type and range, help text.
 
-    prefix: only what this section, or setting, holds; "": all. Raises ConfigError.
+    prefix: only this section or setting; "": all. Raises ConfigError.
     """
     path = tuple(prefix.split(".")) if prefix else ()
     target = _find(path) if path else None
@@ -330,13 +330,13 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         inner = tree.get(key)
         if isinstance(inner, list) and _is_choice(_find(path[: depth + 1])):
-            inner = {}  # a list of choices gives way to the one that takes the argument
+            inner = {}  # a list of choices is replaced by the choice with the argument
         if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
             inner = (
                 {inner: {}} if inner == path[depth + 1] else {}
             )  # `loss: ppo_clip` takes an argument
         if not isinstance(inner, dict):
-            return  # the section itself is wrong, and is reported as such
+            return  # the section itself is wrong, and is reported
         if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
             inner = {}  # another function is chosen
         tree[key] = inner
@@ -345,7 +345,7 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
 
 
 def _override_value(raw: str, target: Any) -> Any:
-    """Return what `raw` means for a field: itself for text fields, else parsed as YAML."""
+    """Return the value of `raw` for a field: verbatim for text fields, else parsed as YAML."""
     if isinstance(target, FieldInfo):
         if raw in ("null", "~") and _is_optional(target.annotation):
             return None
@@ -386,9 +386,9 @@ def _keep_known(
 
 
 def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
-    """Return whether a value is of a kind that pydantic would accept and we do not.
+    """Return whether a value is of a kind that pydantic would accept but that is not allowed.
 
-    These are true for 1, bytes or NUL for text, and huge integers.
+    Examples: true for 1, bytes or NUL for text, and huge integers.
     """
     alternatives = _alternatives(target.annotation)
     if isinstance(value, bool) or bool in alternatives:
@@ -401,7 +401,7 @@ def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether a text can be written as UTF-8 and name a file."""
+    """Return whether a text can be encoded as UTF-8 and used as a file name."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -450,7 +450,7 @@ def _unknown(path: KeyPath) -> str:
 
 
 def _nearest(path: KeyPath) -> list[str]:
-    """Find key paths like `path`: in another section, misspelt in its own, or just similar."""
+    """Find similar key paths: in another section, misspelt in the same section, or just similar."""
     parent, name, dotted = path[:-1], path[-1], ".".join(path)
     known = dict(_all_paths(Config, ()))
     siblings = [c for c in known if c[:-1] == parent]
@@ -467,12 +467,12 @@ def _nearest(path: KeyPath) -> list[str]:
 
 
 def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
-    """Return the candidate most like the word, or None if difflib's ratio is below `least`."""
+    """Return the candidate most similar to the word; None if difflib's ratio is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
 
 
-# --- the schema, read ---------------------------------------------------------------------------
+# --- reading the schema --------------------------------------------------------------------------
 
 
 def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, bool]]:
@@ -507,7 +507,7 @@ def _is_section_type(kind: Any) -> bool:
 
 
 def _named_sections(target: FieldInfo) -> bool:
-    """Return whether a field holds sections by names of the user's."""
+    """Return whether a field holds sections by names that the user chooses."""
     kind = target.annotation
     return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
 
@@ -582,7 +582,7 @@ def _range(limits: Sequence[Any]) -> list[str]:
         f"{sign} {getattr(limit, name)}"
         for limit in limits
         for name, sign in signs.items()
-        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which goes without saying
+        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which is not mentioned
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns

@@ -12,7 +12,7 @@ rule = RuleBook()
 
 @rule(job="rl")
 def continuations_are_compared(config: Config) -> Iterator[str]:
-    """Require an advantage that compares what was drawn from one state, and leaves nobody out."""
+    """Require an advantage that compares answers from one state, and no downsampling."""
     algorithm, pivots = config.algorithm, config.algorithm.pivots
     if pivots is None:
         return
@@ -25,14 +25,14 @@ def continuations_are_compared(config: Config) -> Iterator[str]:
         )
     if any(name_of(choice) == "downsample" for choice in algorithm.shaping):
         yield (
-            "algorithm.pivots compares continuations with the answer that they leave, which "
-            "downsample in algorithm.shaping may leave out. Take one of them out."
+            "algorithm.pivots compares continuations with the answer from which they branch, which "
+            "downsample in algorithm.shaping may drop. Remove one of them."
         )
 
 
 @rule(job="rl")
 def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
-    """Require the sampler whose requests have branches, or continuations could be equal."""
+    """Require our sampler, whose requests have branches: otherwise continuations could be equal."""
     if config.algorithm.pivots is not None and config.sampler.engine != "native":
         yield (
             f"algorithm.pivots needs our sampler's branches, which sampler.engine="

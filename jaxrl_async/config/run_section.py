@@ -100,8 +100,8 @@ class CheckpointSection(Section):
 class WandbSection(Section):
     """Weights & Biases (extra [wandb])."""
 
-    project: str | None = Field(None, min_length=1)
-    """Project of the run; null: not tracked there."""
+    project: str = Field(min_length=1)
+    """Project of the run."""
     entity: str | None = Field(None, min_length=1)
     """User or team that owns the project; null: the owner of the key."""
     name: str | None = Field(None, min_length=1)
@@ -114,8 +114,8 @@ class WandbSection(Section):
 class MlflowSection(Section):
     """MLflow (extra [mlflow])."""
 
-    experiment: str | None = Field(None, min_length=1)
-    """Experiment of the run, created if it does not exist; null: not tracked there."""
+    experiment: str = Field(min_length=1)
+    """Experiment of the run, created if it does not exist."""
     tracking_uri: str | None = Field(None, min_length=1)
     """Address of the server (http://HOST:PORT), or of a store (sqlite:///FILE); null:
     MLFLOW_TRACKING_URI, else MLflow's default."""
@@ -124,8 +124,8 @@ class MlflowSection(Section):
 class TrackioSection(Section):
     """trackio (extra [trackio])."""
 
-    project: str | None = Field(None, min_length=1)
-    """Project of the run; null: not tracked there."""
+    project: str = Field(min_length=1)
+    """Project of the run."""
 
 
 class MetricsSection(Section):
@@ -134,9 +134,9 @@ class MetricsSection(Section):
     prometheus: str | None = Field(None, pattern=r"^(\S+|\[\S+\]):\d{1,5}$")
     """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0 takes any
     free port; null: none. With several processes the first one serves."""
-    wandb: WandbSection = WandbSection()
-    mlflow: MlflowSection = MlflowSection()
-    trackio: TrackioSection = TrackioSection()
+    wandb: WandbSection | None = None
+    mlflow: MlflowSection | None = None
+    trackio: TrackioSection | None = None
     spans: bool = False
     """Record a timeline of all threads: the dashboard shows it, and https://ui.perfetto.dev opens
     trace.json in the run's folder, written each minute and at the end."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, and read from docstrings. Needs no JAX."""
+"""The base of all sections of the configuration: frozen, with help from docstrings. No JAX."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ MAX_WHOLE = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
-"""Number of things that are made one by one."""
+"""Number of things that are created one by one."""
 
 
 class Section(BaseModel):
@@ -20,6 +20,6 @@ class Section(BaseModel):
     )
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting differs from its default, written down or not."""
+        """Return whether a setting differs from its default, even if that is written down."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) != default)

@@ -19,7 +19,7 @@ _TABLE = "\n| setting | default | allowed | meaning |\n| --- | --- | --- | --- |
 
 
 def markdown() -> str:
-    """Return docs/settings.md: a heading for each section, and a table of its own settings."""
+    """Return docs/settings.md: a heading for each section, and a table of its settings."""
     sections = {"": ["\n## At the top\n"]}
     for one in help_of_fields():
         if one.default is None:
@@ -28,7 +28,7 @@ def markdown() -> str:
             about += "\nThe section is `null` by default.\n" * one.is_null
             sections[one.path] = [f"\n{level} {one.path}\n{about}"]
             continue
-        section = sections[one.path.rpartition(".")[0]]  # also after those within it
+        section = sections[one.path.rpartition(".")[0]]  # also after its inner sections
         section += [_TABLE] * (len(section) == 1)
         section.append(_row(one))
     return "".join([_HEAD, *(part for parts in sections.values() for part in parts)])
@@ -45,7 +45,7 @@ def _row(one: FieldHelp) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text as a table takes it: outside of code no tag begins, and no bar ends a cell."""
+    """Return text for a cell of a table: escape tags outside of code, and bars."""
     plain = text.split("`")
     plain[::2] = [part.replace("<", "&lt;") for part in plain[::2]]
     return "`".join(plain).replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""Settings that nothing would read: refused, or only reported where their feature is turned off.
+"""Settings without an effect: refused, or only reported if their feature is turned off.
 
-A setting that has no effect is most likely a mistake. But where the switch of a feature is written
-down as off, the feature's other settings may stay: an override can turn off what a file describes.
+A setting that has no effect is most likely a mistake. But if the switch of a feature is explicitly
+off, the feature's other settings may stay: an override can turn off what a file configures.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,6 @@ from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
-from jaxrl_async.config.run_section import WandbSection
 from jaxrl_async.config.schema import (
     AdditionSection,
     AlgorithmSection,
@@ -33,8 +32,8 @@ SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "preference": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
     "reward_model": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
 }
-"""Sections that nothing reads, by run.job. The sections about how rollouts are made (sampler,
-staleness, buffer, reward) may stand in a configuration that several jobs share."""
+"""Sections without an effect, by run.job. The sections about rollouts (sampler, staleness, buffer,
+reward) are allowed: several jobs may share a configuration."""
 SHARED_BY_JOBS = (
     "learning_rate",
     "group_size",
@@ -42,7 +41,7 @@ SHARED_BY_JOBS = (
     "keep_sampling_mask",
     "keep_routing",
 )
-"""Settings of algorithm that may stand there for any job, too."""
+"""Settings of algorithm that are allowed for any job, too."""
 OF_OUR_ENGINE = (
     "reserve",
     "prefill_chunk",
@@ -53,35 +52,35 @@ OF_OUR_ENGINE = (
     "attention",
     "compile_ahead",
 )
-"""Settings of sampler that a server of somebody else has flags of its own for."""
+"""Settings of sampler for which an external server has its own flags."""
 OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
-"""Settings of endpoint about agents outside of the run."""
+"""Settings of endpoint for external agents."""
 
 
 NOTHING = Section()
-"""Stands for a section that is null: none of its settings is set."""
+"""Takes the place of a section that is null: none of its settings is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Some settings, and when something reads them."""
+    """Some settings, and the conditions under which they have an effect."""
 
     keys: tuple[str, ...]  # dotted
     is_read: Callable[[Config], bool]
-    needs: str  # what would make something read them, in words
+    needs: str  # what gives them an effect, in words
     switches: tuple[str, ...] = ()  # dotted settings that turn the feature on and off
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The settings of one configuration that differ from their defaults and that nothing reads."""
+    """The settings of one configuration that differ from their defaults without an effect."""
 
     refused: list[str]  # one sentence each
-    turned_off: dict[str, list[str]]  # by the switch that is written down as off: "key (value)"
+    turned_off: dict[str, list[str]]  # by the switch that is explicitly off: "key (value)"
 
 
 def unused_settings(config: Config) -> Unused:
-    """Find the settings that nothing would read."""
+    """Find the settings without an effect."""
     unused = Unused([], {})
     for use in _uses(config):
         if use.is_read(config):
@@ -95,20 +94,20 @@ def unused_settings(config: Config) -> Unused:
                 unused.turned_off.setdefault(off[0], []).append(shown)
             else:
                 unused.refused.append(
-                    f"{shown} is read by nothing without {use.needs}. Set that, or leave {key} out."
+                    f"{shown} has no effect without {use.needs}. Set that, or leave {key} out."
                 )
     return unused
 
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
-    """Yield a sentence for each feature that is turned off and whose settings are not."""
+    """Yield a sentence for each feature that is turned off but has settings."""
     for switch, settings in unused_settings(config).turned_off.items():
         value = as_text(_value(config, switch))
-        yield f"read by nothing, as {switch} is {value}: {', '.join(settings)}"
+        yield f"without an effect, as {switch} is {value}: {', '.join(settings)}"
 
 
 def unread_with_records(config: Config, task: str) -> list[str]:
-    """Return a sentence for each setting of the data that a task with records leaves unread."""
+    """Return a sentence for each data setting that a task with records makes ineffective."""
     keys = (
         "data.source",
         *_keys("data.addition", AdditionSection),
@@ -131,15 +130,14 @@ def unread_with_records(config: Config, task: str) -> list[str]:
         section, name = _owner(config, key)
         if section.is_set(name):
             found.append(
-                f"{key} ({as_text(getattr(section, name))}) is read by nothing: the task {task} "
-                f"has records of its own. Leave {key} out."
+                f"{key} ({as_text(getattr(section, name))}) has no effect: the task {task} "
+                f"has its own records. Leave {key} out."
             )
     return found
 
 
 def _owner(config: Config, key: str) -> tuple[Section, str]:
-    """Return the section that holds a dotted key, NOTHING if it is null, and the key's last
-    part."""
+    """Return the section of a dotted key, NOTHING if it is null, and the key's last part."""
     *path, name = key.split(".")
     section: Any = config
     for part in path:
@@ -150,7 +148,7 @@ def _owner(config: Config, key: str) -> tuple[Section, str]:
 
 
 def _is_given(config: Config, key: str) -> bool:
-    """Return whether a setting was written down, even as its default."""
+    """Return whether a setting was written down, even with its default."""
     section, name = _owner(config, key)
     return name in section.model_fields_set
 
@@ -161,15 +159,15 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _keys(section: str, kind: type[Section], *without: str) -> tuple[str, ...]:
-    """Return the dotted keys of all fields of a section but for some."""
+    """Return the dotted keys of all fields of a section except some."""
     return tuple(f"{section}.{name}" for name in kind.model_fields if name not in without)
 
 
-# --- who reads what ------------------------------------------------------------------------------
+# --- the uses of settings ------------------------------------------------------------------------
 
 
 def _uses(config: Config) -> Iterator[Use]:
-    """Yield what has a reader under conditions, for run.job."""
+    """Yield the settings that have an effect only under conditions, for run.job."""
     job = config.run.job
     yield from _of_other_jobs(config)
     yield Use(
@@ -218,7 +216,7 @@ def _pairs(config: Config) -> bool:
 
 
 def _compares_some(config: Config) -> bool:
-    """Return whether shapings mask answers, and the advantage compares those of a group."""
+    """Return whether shapings mask answers, and the advantage compares answers of a group."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     shapings = [name_of(choice) for choice in a.shaping]
     masks = any(s in facts.MASKS_EPISODES or is_own(s) for s in shapings)
@@ -227,14 +225,14 @@ def _compares_some(config: Config) -> bool:
 
 
 def _averages(config: Config) -> bool:
-    """Return whether a term of the loss is a mean over tokens; that of pairs is one over pairs."""
+    """Return whether a term of the loss is a mean over tokens; the loss of pairs is not."""
     a = config.algorithm
     beside = a.kl_coefficient or a.entropy_coefficient or a.entropy_target or _distils(config)
     return not _pairs(config) or bool(beside)
 
 
 def _has_critic(config: Config) -> bool:
-    """Return whether the advantage may need a critic; a user's own says so in its file."""
+    """Return whether the advantage may need a critic; a user's own declares that in its file."""
     name = name_of(config.algorithm.advantage)
     return name in facts.NEEDS_VALUES or is_own(name)
 
@@ -280,7 +278,7 @@ OF_EVERY_JOB = (
     Use(
         ("model.architecture.family",),
         lambda c: c.model.decoder is None,
-        "model.decoder=null: a layer of your own is of no family",
+        "model.decoder=null: your own layer has no family",
     ),
     Use(
         ("model.balance.each_layer",),
@@ -313,18 +311,6 @@ OF_EVERY_JOB = (
         lambda c: bool(c.warm_start.steps) or _mixes(c),
         "warm_start.steps above 0",
         ("warm_start.steps",),
-    ),
-    Use(
-        _keys("metrics.wandb", WandbSection, "project"),
-        lambda c: c.metrics.wandb.project is not None,
-        "metrics.wandb.project",
-        ("metrics.wandb.project",),
-    ),
-    Use(
-        ("metrics.mlflow.tracking_uri",),
-        lambda c: c.metrics.mlflow.experiment is not None,
-        "metrics.mlflow.experiment",
-        ("metrics.mlflow.experiment",),
     ),
     Use(
         ("weights.probe_tolerance",),
@@ -425,8 +411,8 @@ OF_RL = (
     Use(
         ("algorithm.baseline",),
         _compares_some,
-        "a shaping that masks answers (mask_truncated, overlong_filter, one of your own) and an "
-        "advantage that compares those of a group, such as rloo",
+        "a shaping that masks answers (mask_truncated, overlong_filter, your own) and an "
+        "advantage that compares the answers of a group, such as rloo",
     ),
     Use(
         ("algorithm.least_compared",),
@@ -492,7 +478,7 @@ OF_RL = (
         "algorithm.advantage=gae, which has a critic",
         ("algorithm.advantage",),
     ),
-    # A folder that the start would look for: no switch excuses it.
+    # A folder that the start checks: no switch excuses it.
     Use(("critic.path",), _has_critic, "algorithm.advantage=gae, which has a critic"),
 )
 OF_DISTILLATION = (
@@ -542,7 +528,7 @@ OF_LOSS_AND_REWARD = (
     Use(
         ("reward.processes",),
         lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
-        "a reward function of your own",
+        "your own reward function",
         ("reward.function", "task"),
     ),
     Use(
@@ -560,7 +546,7 @@ OF_LOSS_AND_REWARD = (
     Use(
         ("reward.process.timeout_s",),
         lambda c: _rates_steps(c) != "judge",
-        "a reward.process.function of your own",
+        "your own reward.process.function",
         ("reward.process.function",),
     ),
 )

@@ -1,1 +1,1 @@
-"""Wing: kernels in C++ for CPUs (sampler.cpu_kernels, trainer.cpu_kernels)."""
+"""Wing: C++ kernels for CPUs (sampler.cpu_kernels, trainer.cpu_kernels)."""

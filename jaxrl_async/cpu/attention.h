@@ -1,4 +1,4 @@
-// The sampler's attention: of one token a row, and of new tokens of some sequences.
+// The sampler's attention, for one token per row and for new tokens of some sequences.
 
 #pragma once
 
@@ -17,17 +17,17 @@ struct Shape {
   float scale, cap;
 };
 
-constexpr int kQueries = 4;  // that share what is loaded of keys and values
-constexpr int64_t kFewRows = 8;  // whose heads are divided among threads
+constexpr int kQueries = 4;  // queries that share loaded keys and values
+constexpr int64_t kFewRows = 8;  // for fewer rows, heads are divided among threads
 
-// Fetch two registers' worth ahead.
+// Prefetch the content of two registers.
 inline void fetch(const float* p) {
   __builtin_prefetch(p);
   __builtin_prefetch(p + kLanes);
 }
 
-// Scores of Q queries [K] against columns of keys [K, ld]; out has room for whole lanes of columns.
-// next: numbers of the same shape that are read next, and fetched meanwhile.
+// Scores of Q queries [K] with columns of keys [K, ld]; out has room for whole lanes of columns.
+// next: numbers of the same shape that are read next, to prefetch.
 template <int Q>
 void scores_of(const float* const* q, const float* keys, int64_t ld, int64_t columns, int64_t K,
                float* const* out, const float* next) {
@@ -93,7 +93,7 @@ void values_of(const float* const* weights, const float* values, int64_t ld, int
       for (int64_t i = k; i < K; ++i) out[h][i] += weights[h][t] * values[t * ld + i];
 }
 
-// Call go with a number from 1 to kQueries as a constant.
+// Call go with a constant from 1 to kQueries.
 template <int Q = kQueries, typename Go>
 void by_number(int count, const Go& go) {
   if constexpr (Q > 0) {
@@ -102,7 +102,7 @@ void by_number(int count, const Go& go) {
   }
 }
 
-// Turn scores [count] into weights, in place, and return what divides their sum.
+// Convert scores [count] to unnormalised weights, in place; return 1 / their sum.
 float weigh(float* scores, int64_t count, const Shape& s, const float* sink) {
   float largest = sink ? *sink : -FLT_MAX;
   if (s.cap != 0.0f) {
@@ -127,13 +127,13 @@ float weigh(float* scores, int64_t count, const Shape& s, const float* sink) {
   return 1.0f / sum;
 }
 
-// Keys [K, key_ld] and values [count, K], rows value_ld apart, of the positions from `first` on.
+// Keys [K, key_ld] and values [count, K], rows value_ld apart, for positions from `first` on.
 struct Segment {
   const float *keys, *values;
   int64_t key_ld, value_ld, first, count;
 };
 
-// A query at a position: what it attends to goes to `out`.
+// A query at a position; its output is written to `out`.
 struct Query {
   const float* q;
   int64_t position;
@@ -145,7 +145,7 @@ int64_t seen_from(int64_t position, const Shape& s) {
   return s.window ? std::max<int64_t>(0, position + 1 - s.window) : 0;
 }
 
-// Queries of one KV head, at most kQueries, whose keys and values lie `offset` behind a segment's.
+// Queries of one KV head, at most kQueries; its keys and values are at `offset` in a segment.
 struct Group {
   Query queries[kQueries];
   int count;
@@ -153,7 +153,7 @@ struct Group {
 };
 
 // Attend with groups of queries of one sequence to segments of ascending positions, one segment
-// after the other, as they lie in memory.
+// after the other, in memory order.
 void attend_together(const std::vector<Group>& groups, const std::vector<Segment>& segments,
                      const Shape& s) {
   thread_local std::vector<float> scores, shares;
@@ -230,7 +230,7 @@ struct Pages {
   int64_t W, P;
 };
 
-// A row's new queries [H, K], key and value [N, K], where what it attends to goes, and its position.
+// A row's new queries [H, K], key and value [N, K], output and position.
 struct NewToken {
   const float *q, *k, *v;
   float* out;
@@ -274,7 +274,7 @@ void attend_row(const NewToken& token, int64_t r, int64_t first, int64_t last, c
 
 // Arguments: queries [R, H, K], new keys and values [R, N, K], pages [P, N, K, G] and [P, N, G, K],
 // tables [R, W], positions [R] (-1: the row has ended, it writes nothing and gets zeros), sinks [H]
-// or [0]. Results: [R, H, K], and the pages, which are the arguments' own memory.
+// or [0]. Results: [R, H, K], and the pages, in the arguments' memory.
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
                   ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> keys,
                   ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
@@ -287,7 +287,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   if (qs[2] != s.K || s.H % s.N)
     return ffi::Error::InvalidArgument("attend: shapes do not fit");
   float *key_pages = new_keys->typed_data(), *value_pages = new_values->typed_data();
-  if (key_pages != keys.typed_data()) {  // XLA has not given one memory to both
+  if (key_pages != keys.typed_data()) {  // XLA has not aliased arguments and results
     std::memcpy(key_pages, keys.typed_data(), keys.size_bytes());
     std::memcpy(value_pages, values.typed_data(), values.size_bytes());
   }
@@ -295,7 +295,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   const float* logits = sinks.element_count() ? sinks.typed_data() : nullptr;
   int64_t longest = 0;
   for (int64_t r = 0; r < R; ++r) longest = std::max<int64_t>(longest, positions.typed_data()[r]);
-  const int64_t parts = R < kFewRows ? s.N : 1;  // of the heads
+  const int64_t parts = R < kFewRows ? s.N : 1;  // number of parts of the heads
   each(pool, R * parts, 2.0 * R * s.H * s.K * (longest + 1), [&](int64_t task) {
     const int64_t r = task / parts, first = task % parts * (s.N / parts);
     const NewToken token{q.typed_data() + r * s.H * s.K, k.typed_data() + r * s.N * s.K,
@@ -307,8 +307,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
 }
 
 // Arguments: queries [n, H, K], keys and values [n, N, K] of new tokens; pages [P, N, K, G] and
-// [P, N, G, K] of what is before them; tables [B, W]; of each sequence where in n its tokens begin
-// [B], how many are in pages [B], and how many are new [B]; sinks [H] or [0]. Result: [n, H, K].
+// [P, N, G, K] of earlier tokens; tables [B, W]; for each sequence the index of its first new token
+// [B], its number of tokens in pages [B] and of new tokens [B]; sinks [H] or [0]. Result: [n, H, K]
 ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
                       ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> keys,
                       ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> tables,
@@ -341,7 +341,7 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
     const int64_t head = number % s.N, b = task.sequence;
     const int64_t begin = begins.typed_data()[b], start = starts.typed_data()[b];
     const int64_t until = std::min<int64_t>(task.first + kTile, lengths.typed_data()[b]);
-    const int64_t seen = seen_from(start + task.first, s);  // of the first token of the tile
+    const int64_t seen = seen_from(start + task.first, s);  // for the first token of the tile
     const int64_t from = std::max<int64_t>(0, seen - start), count = until - from;
     const int64_t ld = (count + kLanes - 1) / kLanes * kLanes;
     thread_local std::vector<float> turned;  // [K, ld] keys of the new tokens
@@ -367,7 +367,7 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                                         sinks.element_count() ? sinks.typed_data() + h : nullptr,
                                         out->typed_data() + place};
         if (group.count == kQueries || (i + 1 == until && h + 1 == (head + 1) * g)) {
-          segments.back().count = i + 1 - from;  // the last of them sees no further
+          segments.back().count = i + 1 - from;  // up to the last query's own token
           attend_together(one, segments, s);
           group.count = 0;
         }

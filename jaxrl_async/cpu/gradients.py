@@ -1,5 +1,5 @@
-"""Call the CPU kernels of an update, with their gradients. `library.kernels_are_there` must have
-returned true.
+"""Calls of the CPU kernels of an update, with their gradients. Requires
+kernel_library.kernels_are_there.
 
 Shapes: B rows of T tokens, H heads, N KV heads, K head width, n tokens, V the vocabulary.
 """
@@ -18,7 +18,7 @@ from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
 
 Floats = jax.ShapeDtypeStruct
 MULTIPLIED = "multiplied"
-"""Name of what `multiplied` returns, for rematerialisation."""
+"""Name of the result of `multiplied`, for rematerialisation."""
 
 
 def flash(
@@ -29,11 +29,11 @@ def flash(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend causally within segments, as attention.reference does: [B, T, H, K] float32.
+    """Attend causally within segments, like attention.reference: [B, T, H, K] float32.
 
-    Neighbouring tokens of one segment see each other; their cost is that of their own keys, and a
-    block of scores is in memory at a time. Padding gets zeros. The backward pass computes scores
-    again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
+    Segments are contiguous. The cost of a query is proportional to its visible keys, and one block
+    of scores is in memory at a time. Padding gets zeros. The backward pass computes scores again,
+    from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
     """
     how = _How(scoring, in_tree=False)
     out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), how)
@@ -48,19 +48,19 @@ def tree_flash(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as `flash`, where contexts share prefixes (attention.tree_reference): a block of
-    queries computes its scores for those panels of 32 keys of which it sees any. Padding sees
-    itself. A window needs positions in the extent, [B, T, 2]."""
+    """Attend like `flash`, for contexts that share prefixes (attention.tree_reference): a block of
+    queries computes its scores for panels of 32 keys with any visible key. Padding sees itself. A
+    window needs positions in the extent, [B, T, 2]."""
     how = _How(scoring, in_tree=True)
     out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, extent_BT, or_none(sinks_H), how)
     return out
 
 
 class _How(NamedTuple):
-    """What of attention is no array."""
+    """The settings of an attention that are not arrays."""
 
     scoring: Scoring
-    in_tree: bool  # the extent is not segments but until where tokens are seen
+    in_tree: bool  # the extent is visible_until instead of segments
 
     def attributes(self, q: Array) -> dict[str, Any]:
         return attributes(q, self.scoring) | {"in_tree": self.in_tree}
@@ -74,7 +74,7 @@ def _flash(q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How)
 def _forward(
     q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How
 ) -> tuple[Array, Array]:
-    """Return what is attended, and the log of each query's sum [B, H, T]."""
+    """Return the output, and the log of each query's sum [B, H, T]."""
     B, T, H, _ = q.shape
     results = (Floats(q.shape, jnp.float32), Floats((B, H, T), jnp.float32))
     call = jax.ffi.ffi_call(target_of("flash"), results)
@@ -98,7 +98,7 @@ def _flash_backward(
     call = jax.ffi.ffi_call(target_of("flash_back"), results)
     dq, dk, dv = call(q, k, v, extent, out, sums, grad, **how.attributes(q))
     of_sinks = jnp.zeros_like(sinks)
-    if sinks.size:  # a sink's share times what its query expects of a gradient, and no value
+    if sinks.size:  # a sink's share times its query's expected gradient; it has no value
         expected = jnp.einsum("bthk,bthk->bht", grad, out)
         share = jnp.exp(sinks[:, None] - sums)
         if not how.in_tree:  # in a tree, padding's output has no gradient, and its share adds 0
@@ -112,13 +112,13 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 @jax.custom_vjp
 def multiplied(x: Array, weight: Array) -> Array:
-    """Return x [n, D] times weight [D, E], both float32, as exact as in float32, by the matrix unit
-    (library.multiplies_in_parts)."""
+    """Return x [n, D] times weight [D, E], both float32, with float32 precision, by the matrix unit
+    (kernel_library.multiplies_in_parts)."""
     return multiply(x, weight)
 
 
 def multiply(a: Array, b: Array, *, turns_a: bool = False, turns_b: bool = False) -> Array:
-    """Return a b of matrices, turned or not."""
+    """Return the product a b of matrices, each optionally transposed."""
     result = Floats((a.shape[int(turns_a)], b.shape[int(not turns_b)]), jnp.float32)
     call = jax.ffi.ffi_call(target_of("multiply"), result, vmap_method="sequential")
     out: Array = call(a, b, turns_a=turns_a, turns_b=turns_b)
@@ -142,7 +142,7 @@ def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
     """Return the log-prob of each target [n] and the entropy of its distribution [n], nats, given
     logits [n, V] float32 and targets [n] int32.
 
-    The gradient reads the logits once, and no probabilities are kept.
+    The gradient reads the logits once, and keeps no probabilities.
     """
     logprobs, entropies, _ = _chosen(logits, targets)
     return logprobs, entropies

@@ -1,7 +1,7 @@
-"""Call the CPU kernels from programs of JAX. `library.kernels_are_there` must have returned true.
+"""Calls of the CPU kernels from JAX programs. Requires kernel_library.kernels_are_there.
 
 Shapes: n tokens, D inputs, E outputs, R rows, H heads, N KV heads, K head width, P pages, G tokens
-a page, W pages of the longest table, B sequences.
+per page, W pages of the longest table, B sequences.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +15,15 @@ from jaxrl_async.cpu.kernel_library import target_of
 from jaxrl_async.model.kernels import PLAIN, Scoring
 
 PANEL = 32
-"""Outputs whose weights lie together."""
+"""Number of outputs whose weights are stored together."""
 
 
 def packed(weight: Array) -> Array:
-    """Return a weight [E, D], outputs first, as `packed_product` reads it: [ceil(E / 32),
-    ceil(D / m), 32 m], with zeros where there is no output or input.
+    """Return a weight [E, D], outputs first, in the form of `packed_product`: [ceil(E / 32),
+    ceil(D / m), 32 m], padded with zeros.
 
-    float32 stays (m is 1), of bfloat16 two inputs of an output lie together, of int8 four: those
-    are uint8 then, 128 more than they were.
+    m inputs of an output are adjacent: 1 in float32, 2 in bfloat16, 4 in int8. int8 values are
+    stored as uint8, increased by 128.
     """
     together = {2: 2, 1: 4}.get(weight.dtype.itemsize, 1)
     outputs, inputs = weight.shape
@@ -49,12 +49,11 @@ def packed_product(
     Args:
         x: [..., D] float32.
         weight: see `packed`.
-        outputs: E; 0: those of whole panels.
-        used: [...] bool, the tokens that are computed; the others cost nothing, and get zeros.
-            None: all.
-        scales: [E] float32 of the outputs, which weights in 8 bits need.
-        rounds: round x to the weight's type, too (each token to 8 bits by its own largest number),
-            for products in that type; the weight is bfloat16 or has 8 bits.
+        outputs: E; 0: all outputs of the panels.
+        used: [...] bool, the tokens to compute; others cost nothing and get zeros. None: all.
+        scales: [E] float32, scales of the outputs, required for 8-bit weights.
+        rounds: also round x to the weight's type (in 8 bits, scaled by each token's maximum), for
+            products in that type; the weight is bfloat16 or has 8 bits.
     """
     outputs = outputs or weight.shape[0] * PANEL
     rows = x.reshape(-1, x.shape[-1])
@@ -68,7 +67,7 @@ def packed_product(
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (i, i + T) of the first 2 T components of x [n, heads, K] float32 by cos and sin
-    [n, T], as layers.rotate does."""
+    [n, T], like layers.rotate."""
     return jax.ffi.ffi_call(target_of("rotate"), jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x, cos, sin
     )
@@ -83,21 +82,21 @@ def attend_pages(
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Write one token a row into its page, and attend to what the row's pages hold up to it.
+    """Write one token per row into its page, and attend to the row's tokens up to it.
 
-    The cost of a row is that of its own tokens, or of its window.
+    The cost of a row is proportional to its tokens or its window.
 
     Args:
         q: queries [R, H, K] float32.
         new: keys and values [R, N, K] of the tokens.
-        pages: keys [P, N, K, G] and values [P, N, G, K]; where the caller needs them no more,
-            their memory is written in place.
-        tables: [R, W] int32, pages of each row; those up to its position must be there.
-        positions: [R] int32 of the tokens; -1: nothing is written, and zeros are returned.
+        pages: keys [P, N, K, G] and values [P, N, G, K]; updated in place if the caller does not
+            use them afterwards.
+        tables: [R, W] int32, pages of each row; entries up to its position must be valid.
+        positions: [R] int32, positions of the tokens; -1: write nothing, return zeros.
         scoring: window and cap, see kernels.Scoring.
         sinks: [H], see attention.softmax_with_sinks.
 
-    Returns what was attended [R, H, K], and the pages.
+    Returns the output [R, H, K] and the pages.
     """
     keys, values = pages
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
@@ -109,12 +108,12 @@ def attend_pages(
 
 
 class NewTokens(NamedTuple):
-    """Which of n packed tokens are of which sequence; a sequence's tokens lie together."""
+    """The sequences of n packed tokens; a sequence's tokens are contiguous."""
 
-    begins: Array  # [B] int32, index into n of its first one
-    starts: Array  # [B] int32, tokens of it that its pages hold already
-    lengths: Array  # [B] int32, tokens of it among the n; 0: padding
-    tables: Array  # [B, W] int32, its pages; those before `starts` must be there
+    begins: Array  # [B] int32, index of a sequence's first token among the n
+    starts: Array  # [B] int32, number of its tokens that its pages already hold
+    lengths: Array  # [B] int32, number of its tokens among the n; 0: padding
+    tables: Array  # [B, W] int32, its pages; entries before `starts` must be valid
 
 
 def attend_new_tokens(
@@ -125,13 +124,13 @@ def attend_new_tokens(
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> Array:
-    """Attend causally within sequences: to what their pages hold, and among their new tokens.
+    """Attend causally within sequences: to the tokens in their pages, and among new tokens.
 
     Args:
         q: queries [n, H, K] float32.
         new: keys and values [n, N, K] of the new tokens.
         pages: keys [P, N, K, G] and values [P, N, G, K].
-        tokens: whose they are; what is of no sequence gets zeros.
+        tokens: the sequences of the new tokens; tokens without a sequence get zeros.
         scoring: window and cap, see kernels.Scoring.
         sinks: [H], see attention.softmax_with_sinks.
 
@@ -146,12 +145,12 @@ def attend_new_tokens(
 
 
 def or_none(numbers: Array | None) -> Array:
-    """Return a kernel's argument for numbers that may be none: an empty array if there are none."""
+    """Return a kernel's argument for optional numbers: an empty array for None."""
     return jnp.zeros(0, jnp.float32) if numbers is None else numbers
 
 
 def attributes(q: Array, scoring: Scoring) -> dict[str, Any]:
-    """Return what a kernel must know of attention's scores, given queries [..., K]."""
+    """Return a kernel's attributes for attention's scores, given queries [..., K]."""
     return {
         "window": np.int64(scoring.window),
         "scale": np.float32(q.shape[-1] ** -0.5),

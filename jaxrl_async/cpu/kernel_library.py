@@ -1,11 +1,11 @@
-"""Build the CPU kernels for this machine, once, and make them known to XLA: a library for samplers,
-one for the trainer, each when it is first asked for.
+"""Build the CPU kernels for this machine, once, and register them with XLA: one library for
+samplers, one for the trainer, each on first use.
 
-A library is kept in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), a folder that only
-this user can change; one of root, in an image or for all users, is read. Its name stands for the
-source, the compiler, its options, the processor and jaxlib. Its sha256 is in a file of its own. A
-library is machine code that this process executes: one that is neither this user's nor root's, has
-another sum, does not load or lacks a kernel is built again.
+A library is cached in $XDG_CACHE_HOME/jaxrl_async/kernels (~/.cache by default), a folder that only
+this user can change; root's folder, in an image or for all users, is also read. The name is a hash
+of the source, the compiler, its options, the processor and jaxlib. The sha256 is in a separate
+file. A library is machine code that this process executes. It is built again if it belongs to
+neither this user nor root, has another sha256, does not load or lacks a kernel.
 """
 
 import ctypes
@@ -43,26 +43,26 @@ OPTIONS = (
     "-shared",
 )
 LIMIT_S = 120.0
-"""Longest time that the compiler may take."""
+"""Timeout of the compiler, seconds."""
 
 
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How a library is opened: through no link, and without a wait for whoever writes into a pipe."""
+"""Flags for opening a library: no symbolic links, and no blocking on pipes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    """What is built together."""
+class CpuKernels:
+    """The sources and kernels of one library."""
 
-    files: tuple[str, ...]  # the first is compiled, and includes the others
+    files: tuple[str, ...]  # the first is compiled; it includes the others
     names: tuple[str, ...]
 
 
-SAMPLING = Kernels(
+SAMPLING = CpuKernels(
     files=("kernels.cc", "attention.h", "product.h", "tiles.h", "tasks.h"),
     names=("product", "rotate", "attend", "attend_new"),
 )
-TRAINING = Kernels(
+TRAINING = CpuKernels(
     files=("training.cc", "parts.h", "tiles.h", "tasks.h"),
     names=("multiply", "flash", "flash_back", "choose", "choose_back"),
 )
@@ -71,33 +71,33 @@ _locks = {SAMPLING: threading.Lock(), TRAINING: threading.Lock()}
 _log = logging.getLogger(__name__)
 
 
-def kernels_are_there(kernels: Kernels) -> bool:
-    """Build and register the kernels, once in a process: return whether XLA can call them.
+def kernels_are_there(kernels: CpuKernels) -> bool:
+    """Build and register the kernels, once per process; return whether XLA can call them.
 
-    Where they cannot be built, the log says why, and what to do.
+    If they cannot be built, the reason and the remedy are logged.
     """
-    with _locks[kernels]:  # samplers may be built side by side
+    with _locks[kernels]:  # samplers may be built concurrently
         return _are_there(kernels)
 
 
 @functools.cache
 def multiplies_in_parts() -> bool:
-    """Return whether TRAINING multiplies float32 matrices on the processor's matrix unit (AMX): it
-    is there, the kernels are built for it, and Linux lets this process use it."""
+    """Return whether TRAINING multiplies float32 matrices on the processor's matrix unit (AMX). The
+    processor, the build and Linux must support it."""
     return kernels_are_there(TRAINING) and bool(_loaded(TRAINING).jaxrl_async_multiplies_in_parts())
 
 
 @functools.cache
-def _are_there(kernels: Kernels) -> bool:
+def _are_there(kernels: CpuKernels) -> bool:
     if not is_written_for_this():
-        return False  # nothing that a user could do about it
+        return False  # without a warning: users cannot change it
     try:
         library = _loaded(kernels)
     except NotBuiltError as error:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
     except OSError as error:
-        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a folder of yours that can be written to")
+        _warn(in_a_line(error), "Set XDG_CACHE_HOME to a writable folder that you own")
         return False
     for name in kernels.names:
         call = jax.ffi.pycapsule(getattr(library, f"jaxrl_async_{name}"))
@@ -106,8 +106,8 @@ def _are_there(kernels: Kernels) -> bool:
 
 
 @functools.cache
-def _loaded(kernels: Kernels) -> ctypes.CDLL:
-    """Load a library, built unless a sound one is there. Raises NotBuiltError, OSError."""
+def _loaded(kernels: CpuKernels) -> ctypes.CDLL:
+    """Load a library; build it unless a valid one exists. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
     name = f"{_key(kernels, compiler)}.so"
     for folder in readable_folders("kernels"):
@@ -117,7 +117,7 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("the CPU kernels in %s are built again: %s", path, in_a_line(error))
+            _log.warning("the CPU kernels in %s are rebuilt: %s", path, in_a_line(error))
     path = private_folder("kernels") / name
     for last in (False, True):  # another process may have replaced one of the two files meanwhile
         _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
@@ -125,21 +125,21 @@ def _loaded(kernels: Kernels) -> ctypes.CDLL:
             return _opened(_sound(path), path, kernels)
         except OSError as error:
             if last:
-                why = f"{compiler} made what cannot be used: {in_a_line(error)}"
+                why = f"the output of {compiler} cannot be used: {in_a_line(error)}"
                 raise NotBuiltError(why) from error
     raise AssertionError("the last try returns or raises")
 
 
 def _sound(path: Path) -> bytes:
-    """Return a library that this user's processes wrote and that has not changed since. Raises
-    OSError: FileNotFoundError if there is none."""
+    """Return the content of a library that this user's processes wrote, unchanged since. Raises
+    OSError; FileNotFoundError if it does not exist."""
     content = _own_content(path)
     try:
         wanted = _own_content(_sum_of(path))
     except FileNotFoundError:
         raise OSError(f"{_sum_of(path).name} does not exist") from None
     if wanted != _sum(content):
-        raise OSError("it is damaged: its sha256 is not that of the file beside it")
+        raise OSError("it is damaged: its sha256 differs from the one in the .sha256 file")
     return content
 
 
@@ -149,22 +149,22 @@ def _own_content(path: Path) -> bytes:
         return file.read()
 
 
-def _opened(content: bytes, path: Path, kernels: Kernels) -> ctypes.CDLL:
-    """Load a library: from memory, where nothing that becomes of its file later reaches it; from
-    the file where the system does not execute memory. Raises OSError."""
+def _opened(content: bytes, path: Path, kernels: CpuKernels) -> ctypes.CDLL:
+    """Load a library from memory, which later changes of its file do not affect; from the file if
+    the system cannot load from memory. Raises OSError."""
     try:
         library = ctypes.CDLL(_in_memory(content))
     except (AttributeError, OSError):
         library = ctypes.CDLL(str(path))
     missing = [name for name in kernels.names if not hasattr(library, f"jaxrl_async_{name}")]
     if missing:
-        raise OSError(f"it has no {', '.join(missing)}")
+        raise OSError(f"it lacks {', '.join(missing)}")
     return library
 
 
 def _in_memory(content: bytes) -> str:
-    """Return a path to a file in memory, which stays open: the loader takes a library of the same
-    path for the same one. Raises AttributeError where there are none (macOS), and OSError."""
+    """Return a path to a file in memory, which is kept open: the loader identifies libraries by
+    their paths. Raises AttributeError without support for it (macOS), and OSError."""
     handle = os.memfd_create("jaxrl_async_kernels")
     with open(handle, "wb", closefd=False) as file:
         file.write(content)
@@ -181,21 +181,21 @@ def _sum(content: bytes) -> bytes:
 
 @functools.cache
 def _warn(why: str, advice: str) -> None:
-    """Say once why there are none: most likely neither can be built."""
+    """Log once why the kernels are missing; usually neither library can be built."""
     _log.warning(
-        "CPU kernels of our own cannot be built, XLA's programs are used: %s. %s, or set "
-        "sampler.cpu_kernels and trainer.cpu_kernels to false to say no more of it.",
+        "the CPU kernels cannot be built, XLA's programs are used instead: %s. %s, or set "
+        "sampler.cpu_kernels and trainer.cpu_kernels to false to silence this warning.",
         why,
         advice,
     )
 
 
 def target_of(name: str) -> str:
-    """Return the name by which XLA knows a kernel."""
+    """Return the name under which a kernel is registered with XLA."""
     return f"jaxrl_async.{name}"
 
 
-def _key(kernels: Kernels, compiler: str) -> str:
+def _key(kernels: CpuKernels, compiler: str) -> str:
     """Return the name of a library. Raises OSError."""
     sources = [Path(__file__).with_name(name) for name in kernels.files]
     texts, age = [x.read_text("utf-8") for x in sources], str(os.stat(compiler).st_mtime_ns)
@@ -204,7 +204,7 @@ def _key(kernels: Kernels, compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Return what tells apart processors that need code of their own."""
+    """Return a text that identifies the processor, for which the code is compiled."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -214,8 +214,8 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Write the library and its sum, whole or not at all: the sum first, so that a library without
-    one is no new one. Processes that build at once write the same."""
+    """Write the library and its sum, each atomically; the sum first, so a new library always has
+    one. Processes that build concurrently write the same files."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         words = [

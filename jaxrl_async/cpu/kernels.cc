@@ -1,11 +1,11 @@
-// The sampler's products and its attention on CPUs, as XLA's foreign functions.
+// The sampler's products and attention on CPUs, as XLA FFI handlers.
 //
-// product     x [n, D] times packed weights -> [n, E], of the rows in use (product.h)
+// product     x [n, D] times packed weights -> [n, E], for the rows in use (product.h)
 // rotate      rotary positions of queries or keys
-// attend      one token a row: write its key and value into its page, attend to the row's pages
-// attend_new  new tokens of some sequences: attend to the sequence's pages, and among themselves
+// attend      one token per row: write its key and value into its page, attend to the row's pages
+// attend_new  new tokens of some sequences: attend to the sequence's pages and to each other
 //
-// A row's result does not depend on the other rows of a call: sums run in one order.
+// A row's result does not depend on the other rows of a call: the order of sums is fixed.
 
 #include "attention.h"
 #include "product.h"

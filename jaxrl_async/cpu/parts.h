@@ -1,15 +1,15 @@
-// Products of float32 matrices by the matrix unit (AMX), which multiplies bfloat16: each number is
-// the sum of three parts of bfloat16, and a product that of six products of parts. Those left out
-// are below the last bit of float32 (Henry et al. 2019, arXiv:1904.06376, "bfloat16x3"), but for
-// numbers below 1e-33, whose last parts vanish. What is not finite, or rounds to infinity (above
-// 3.39e38), makes its row or output NaN.
+// Products of float32 matrices by the matrix unit (AMX), which multiplies bfloat16. Each number is
+// the sum of three bfloat16 parts, and a product is the sum of six products of parts. The omitted
+// products are below the last bit of float32 (Henry et al. 2019, arXiv:1904.06376, "bfloat16x3"),
+// except for numbers below 1e-33, whose last parts vanish. A number that is not finite, or rounds
+// to infinity (above 3.39e38), makes its row or output NaN.
 //
 // Left [M, K] and right [K, N] are divided into parts once, in the order in which tiles read them:
 //
-//   left   [M / 32, K / 32, 3 parts, 2, 16 rows, 16 words]     a word: two inputs that follow
-//   right  [N / 32, K / 32, 3 parts, 16 words, 32 outputs]     each other along K
+//   left   [M / 32, K / 32, 3 parts, 2, 16 rows, 16 words]     a word: two consecutive
+//   right  [N / 32, K / 32, 3 parts, 16 words, 32 outputs]     inputs along K
 //
-// with zeros beyond the matrices. A sum is one task's, in one order.
+// padded with zeros. Each sum is computed by one task, in a fixed order.
 
 #pragma once
 
@@ -24,14 +24,14 @@ constexpr int64_t kStep = 2 * kTile;  // inputs of a tile, and rows or outputs o
 
 #if defined(HAS_TILES)
 
-constexpr int64_t kLongStretch = 32;  // steps that are summed before the sums go to memory
-constexpr int64_t kStepWords = 3 * kTile * kStep;  // of a step of a block, left or right
-constexpr int64_t kNearWords = 3 << 16;  // of the rows that a task keeps in the second cache
-constexpr int64_t kDividedWords = 1 << 24;  // of the panels that are divided at a time: 64 MiB
-constexpr int64_t kStrip = 4;  // panels that are divided together
+constexpr int64_t kLongStretch = 32;  // steps that are summed before the sums are stored
+constexpr int64_t kStepWords = 3 * kTile * kStep;  // words per step of a block, left or right
+constexpr int64_t kNearWords = 3 << 16;  // words of the rows that a task keeps in the L2 cache
+constexpr int64_t kDividedWords = 1 << 24;  // words of panels divided at a time: 64 MiB
+constexpr int64_t kStrip = 4;  // panels divided per task
 
-// A matrix in memory, or its transpose: element (i, j) at data[i * stride + j], or with i and j
-// exchanged.
+// A matrix in memory, or its transpose: element (i, j) at data[i * stride + j], or at
+// data[j * stride + i].
 struct Matrix {
   const float* data;
   int64_t rows, columns, stride;
@@ -40,7 +40,7 @@ struct Matrix {
 
 typedef __m512i Parts[3];
 
-// Put the i-th of the first 16 halves beside the i-th of the last.
+// Interleave the first 16 halves with the last 16.
 inline __m512i zipped(__m512i halves) {
   alignas(64) static constexpr uint16_t kOrder[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -73,7 +73,7 @@ inline void transpose(__m512i (&w)[16]) {
   for (int i = 0; i < 16; ++i) w[i] = t[i];
 }
 
-// Divide 32 numbers that follow each other from (i, j) on in memory; beyond the matrix they are 0.
+// Divide 32 consecutive numbers in memory, from (i, j) on; 0 outside the matrix.
 inline void divide_along(const Matrix& m, int64_t i, int64_t j, Parts& parts) {
   const float* from = m.data + i * m.stride + j;
   const bool is_there = i < m.rows;
@@ -81,7 +81,7 @@ inline void divide_along(const Matrix& m, int64_t i, int64_t j, Parts& parts) {
          some(from + kTile, is_there ? m.columns - j - kTile : 0), parts);
 }
 
-// Divide 16 numbers of memory's row i and those below them in row i + 1 into words of both.
+// Divide 16 numbers of row i in memory and the numbers below them in row i + 1 into words of both.
 inline void divide_across(const Matrix& m, int64_t i, int64_t j, Parts& parts) {
   const float* from = m.data + i * m.stride + j;
   divide(some(from, i < m.rows ? m.columns - j : 0),
@@ -90,8 +90,8 @@ inline void divide_across(const Matrix& m, int64_t i, int64_t j, Parts& parts) {
 }
 
 // Write 16 rows (or outputs) from `first` on, and 32 inputs from `k` on, as three tiles
-// `between` words apart: rows of words, or (`turned`) words of rows. along: in memory the inputs of
-// a row follow each other.
+// `between` words apart: rows of words, or (`turned`) words of rows. along: the inputs of a row are
+// consecutive in memory.
 inline void divide_tile(const Matrix& m, int64_t first, int64_t k, bool along, bool turned,
                         float* to, int64_t between, int64_t row_words) {
   __m512i tiles[3][16];
@@ -115,7 +115,7 @@ inline void divide_left(const Matrix& m, int64_t row, int64_t k, int64_t steps, 
                   to + half * kTile * kTile, 2 * kTile * kTile, kTile);
 }
 
-// Divide `count` panels of the right matrix from the first on, each of `steps` steps. In memory its
+// Divide `count` panels of the right matrix from `first` on, each of `steps` steps. In memory its
 // inputs are rows, unless it is transposed.
 inline void divide_right(const Matrix& m, int64_t first, int64_t count, int64_t k, int64_t steps,
                          float* to) {
@@ -127,7 +127,7 @@ inline void divide_right(const Matrix& m, int64_t first, int64_t count, int64_t 
     }
 }
 
-// Set (or, unless `fresh`, add to) y [rows, width] the product of a left block and a right one.
+// Set y [rows, width] to the product of a left and a right block; unless `fresh`, add it.
 inline void block_of_parts(const float* left, const float* right, int64_t steps, float* y,
                            int64_t rows, int64_t width, int64_t stride, bool fresh) {
   constexpr int64_t kRowBytes = kTile * sizeof(float), kBetween = kPanel * sizeof(float);
@@ -182,8 +182,8 @@ inline void block_of_parts(const float* left, const float* right, int64_t steps,
 
 constexpr int64_t parts_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
 
-// Memory for as long as the object lives, which calls hand on to one another: as much is kept as
-// calls needed at once, whichever threads they ran on.
+// Memory for the lifetime of the object, from a pool shared by all calls and threads. The pool
+// grows to the maximum of concurrent use.
 class Borrowed {
  public:
   explicit Borrowed(int64_t words) {
@@ -205,7 +205,7 @@ class Borrowed {
 
  private:
   static std::mutex& mutex() {
-    static std::mutex* one = new std::mutex;  // threads may outlive what is destroyed at exit
+    static std::mutex* one = new std::mutex;  // never destroyed: threads may run during exit
     return *one;
   }
   static std::vector<std::vector<float>>& idle() {
@@ -215,9 +215,9 @@ class Borrowed {
   std::vector<float> memory_;
 };
 
-// Write left [M, K] times right [K, N] to y [M, N]. Of a stretch of inputs many panels of the right
-// matrix are divided; a task divides some rows of the left one, which then lie near, and multiplies
-// them with one panel after the other.
+// Write left [M, K] times right [K, N] to y [M, N]. For each stretch of inputs, many panels of the
+// right matrix are divided. A task then divides some rows of the left matrix, which stay in its
+// cache, and multiplies them by one panel after the other.
 void multiply_in_parts(ffi::ThreadPool& pool, const Matrix& left, const Matrix& right, int64_t M,
                        int64_t K, int64_t N, float* y) {
   const int64_t blocks = parts_of(M, kStep), panels = parts_of(N, kStep);
@@ -258,7 +258,7 @@ void multiply_in_parts(ffi::ThreadPool& pool, const Matrix& left, const Matrix& 
     }
 }
 
-// Arguments: a [M, K] (or [K, M], turned), b [K, N] (or [N, K], turned). Result: a b [M, N].
+// Arguments: a [M, K] (or [K, M] with turns_a), b [K, N] (or [N, K] with turns_b). Result: [M, N].
 ffi::Error multiply_floats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::F32> b,
                            ffi::ResultBuffer<ffi::F32> y, bool turns_a, bool turns_b) {
   const auto of_a = a.dimensions(), of_b = b.dimensions(), of_y = y->dimensions();

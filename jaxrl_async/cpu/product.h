@@ -1,13 +1,13 @@
-// Products of rows with packed weights, which are kept in float32, bfloat16 or 8 bits.
+// Products of rows and packed weights in float32, bfloat16 or 8 bits.
 //
-// A panel holds 32 outputs; of each, `kPer` inputs lie together in a word of 32 bits:
+// A panel holds 32 outputs. `kInputs` inputs of an output are packed into a word of 32 bits:
 //
 //   float32    [P, D, 32]            bfloat16   [P, ceil(D / 2), 32] words of two inputs
-//   8 bits     [P, ceil(D / 4), 32] words of four inputs, each 128 more than it is
+//   8 bits     [P, ceil(D / 4), 32] words of four inputs, each increased by 128
 //
-// Rows stay float32, and weights are widened for as many rows as there are; or (`rounded`) rows are
-// rounded to the weights' type, and where the processor has them dot products of pairs
-// (AVX512_BF16) or of four (AVX512_VNNI) take both, or tiles (AMX, tiles.h). Elsewhere the same
+// Rows are in float32, and weights are widened once for all rows of a tile. With `rounds`, rows are
+// rounded to the weights' type. The products then use the processor's dot products of pairs
+// (AVX512_BF16) or of fours (AVX512_VNNI), or tiles (AMX, tiles.h); without them, the rounded
 // numbers are widened.
 
 #pragma once
@@ -26,17 +26,17 @@
 
 namespace {
 
-constexpr int64_t kDepth = 1024;  // words of inputs that a panel sums before it goes to memory
-constexpr int64_t kAhead = 64;  // words of inputs that are fetched ahead
-constexpr int64_t kFewTiled = 64;  // rows that take few panels at a time
+constexpr int64_t kDepth = 1024;  // words of inputs that a panel sums before it stores the sums
+constexpr int64_t kAhead = 64;  // words of inputs to prefetch
+constexpr int64_t kFewTiled = 64;  // maximum rows for kFewPanels panels at a time
 constexpr int64_t kFewPanels = 4, kManyPanels = 16;
-constexpr int64_t kWidened = 32;  // words of inputs that are widened at a time
+constexpr int64_t kWidened = 32;  // words of inputs widened at a time
 
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-// ---- what a sum does with words of kLanes outputs: part<j> of them times the j-th of kInputs of
-// the row's numbers that belong to a word
+// ---- operations on words of kLanes outputs: part<j> extracts the weights for the j-th of the
+// kInputs row values of a word, and step adds their product to a sum
 
 struct Single {
   typedef Lanes Numbers;  // sums or words of kLanes outputs
@@ -99,7 +99,7 @@ typedef Single Fours;
 
 // ---- tiles
 
-// Call go with 0 to N - 1 as constants.
+// Call go with the constants 0 to N - 1.
 template <int N, int i = 0, typename Go>
 inline void each_of(const Go& go) {
   if constexpr (i < N) {
@@ -108,8 +108,8 @@ inline void each_of(const Go& go) {
   }
 }
 
-// Add rows [R, depth * kInputs] times V vectors of each panel [P, depth, 32] to y. Panels of few
-// rows go together, for sums enough to hide the latency of additions.
+// Add rows [R, depth * kInputs] times V vectors of each panel [P, depth, 32] to y. For few rows,
+// several panels are processed together, for enough sums to hide the latency of additions.
 template <typename Op, int R, int P, int V>
 void tile(const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
           int64_t depth, float* y, int64_t y_stride, bool first) {
@@ -150,8 +150,8 @@ void tile_of(int rows, const float* x, int64_t x_stride, const float* panels, in
   }
 }
 
-// Add all rows [n, depth * kInputs] times P panels to y [n, P * 32]. Many rows take panels of more
-// than two vectors (short registers) by halves, for twice the rows of a tile.
+// Add all rows [n, depth * kInputs] times P panels to y [n, P * 32]. For many rows, panels of more
+// than two vectors (short registers) are processed in halves, for twice the rows per tile.
 template <typename Op, int P>
 void all_rows(const float* x, int64_t n, int64_t x_stride, const float* panels,
               int64_t panel_stride, int64_t depth, float* y, int64_t y_stride, bool first) {
@@ -200,8 +200,8 @@ enum class How {
 
 constexpr bool is_tiled(How how) { return how >= How::kTilePairs; }
 
-// What a product reads of its rows: numbers or words [n, stride], scales [n], and what the 128 of
-// weights in 8 bits adds to sums [n].
+// The rows of a product: numbers or words [n, stride], scales [n], and the excess [n] of the sums
+// due to the 128 added to 8-bit weights.
 struct Rows {
   const float* x;
   int64_t n, stride;
@@ -211,12 +211,12 @@ struct Rows {
 
 struct Weights {
   const float* panels;  // words
-  int64_t words;        // of an output
-  const float* scales;  // [E], or none
+  int64_t words;        // per output
+  const float* scales;  // [E], or nullptr
   How how;
 };
 
-// Multiply all rows with P panels to y [n, P * 32].
+// Multiply all rows by P panels: y [n, P * 32].
 template <int P>
 void panel_product(const Rows& rows, const Weights& w, const float* panels, float* y,
                    int64_t stride) {
@@ -245,7 +245,7 @@ void panel_product(const Rows& rows, const Weights& w, const float* panels, floa
   }
 }
 
-// Turn sums of outputs [n, count] into results, in place.
+// Convert sums of outputs [n, count] to results, in place.
 void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, float* y,
             int64_t stride) {
   if (!w.scales) return;
@@ -259,7 +259,7 @@ void finish(const Rows& rows, const Weights& w, int64_t first, int64_t count, fl
   }
 }
 
-// Multiply all rows with all panels: y [n, E].
+// Multiply all rows by all panels: y [n, E].
 void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
                    int64_t E) {
   const int64_t panels = (E + kPanel - 1) / kPanel;
@@ -272,7 +272,7 @@ void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, fl
       panel_product<4>(rows, w, from, y + first * kPanel, E);
       return finish(rows, w, first * kPanel, 4 * kPanel, y + first * kPanel, E);
     }
-    thread_local std::vector<float> last;  // of a panel that is not whole
+    thread_local std::vector<float> last;  // results of a partial panel
     for (int64_t p = first; p < std::min(first + together, panels);
          ++p, from += w.words * kPanel) {
       const int64_t e = p * kPanel, width = std::min<int64_t>(kPanel, E - e);
@@ -288,7 +288,7 @@ void whole_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, fl
   });
 }
 
-// The same by tiles. Many rows take many panels at once, so that the rows are read less often.
+// The same product by tiles. Many rows use many panels at a time, to read the rows less often.
 void tiled_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, float* y,
                    int64_t E) {
   const int64_t panels = (E + kPanel - 1) / kPanel, share = panels / (2 * pool.num_threads() + 1);
@@ -306,20 +306,20 @@ void tiled_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& w, fl
   });
 }
 
-// ---- rows that are rounded
+// ---- rounding of rows
 
 inline uint32_t half_of(float x) {  // the nearest bfloat16, ties to even
   const uint32_t bits = bits_of(x);
   return std::isnan(x) ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Rows that are rounded, and what they are read by.
+// Rounded rows, with their scales and the excess of their sums.
 struct Rounded {
   std::vector<float> words, scales;
   std::vector<int32_t> excess;
 };
 
-// Round a row [D] to bfloat16: into one word each, or in pairs.
+// Round a row [D] to bfloat16: one number per word, or pairs.
 void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
   if (!in_pairs) {
     for (int64_t d = 0; d < D; ++d) to[d] = of_bits(half_of(from[d]) << 16);
@@ -336,9 +336,9 @@ void round_to_halves(const float* from, int64_t D, bool in_pairs, float* to) {
   if (D % 2) to[D / 2] = of_bits(half_of(from[D - 1]));
 }
 
-// Return the largest of |x| [D], or NaN if one of them is none.
+// Return the maximum of |x| [D], or NaN if any x is not finite.
 inline float largest_of(const float* x, int64_t D) {
-  Ints most[2]{};  // bits of numbers without their signs are ordered as the numbers are, NaN last
+  Ints most[2]{};  // the bits of absolute values are ordered like the values, with NaN last
   int64_t d = 0;
   for (; d + 2 * kLanes <= D; d += 2 * kLanes)
     for (int p = 0; p < 2; ++p) {
@@ -352,8 +352,8 @@ inline float largest_of(const float* x, int64_t D) {
   return std::isfinite(largest) ? largest : NAN;
 }
 
-// Round a row [D] to 8 bits by its largest number, into one word each or in fours. What is not
-// finite makes the scale NaN.
+// Round a row [D] to 8 bits, scaled by its maximum, one number per word or in fours. If any number
+// is not finite, the scale is NaN.
 void round_to_bytes(const float* from, int64_t D, bool in_fours, float* to, float& scale,
                     int32_t& excess) {
   const float largest = largest_of(from, D);
@@ -377,9 +377,9 @@ void round_to_bytes(const float* from, int64_t D, bool in_fours, float* to, floa
 
 // ---- the call
 
-constexpr int64_t kLongest = 1 << 16;  // inputs whose sum in 8 bits stays in 32
+constexpr int64_t kLongest = 1 << 16;  // maximum inputs whose 8-bit sum fits into 32 bits
 
-// Return how weights of a type are multiplied.
+// Return the method for multiplying weights of a type.
 How how_of(ffi::DataType type, bool rounds, int64_t D) {
   if (type == ffi::DataType::F32) return How::kSingle;
   if (type == ffi::DataType::BF16) {
@@ -390,8 +390,8 @@ How how_of(ffi::DataType type, bool rounds, int64_t D) {
   return has_tiles() ? How::kTileFours : kHasFours ? How::kFours : How::kWideFours;
 }
 
-// Arguments: x [n, D]; packed weights, of which 8 bits have scales [E]; used [n] or [0]: rows that
-// are computed; the others are 0. rounds: rows are rounded to the weights' type.
+// Arguments: x [n, D]; packed weights; scales [E] for 8-bit weights; used [n] or [0]: the rows to
+// compute, others are 0. rounds: rows are rounded to the weights' type.
 ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                    ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::PRED> used,
                    ffi::ResultBuffer<ffi::F32> y, bool rounds) {
@@ -426,7 +426,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
   if (w.how == How::kTilePairs || w.how == How::kTileWide) {
     const bool wide = w.how == How::kTileWide;
     const int64_t part = in_tiles(count) * in_tiles(words);
-    rounded.words.resize(part * (wide ? 3 : 1));  // what is beyond the rows is multiplied in vain
+    rounded.words.resize(part * (wide ? 3 : 1));  // values after the last row do not matter
     Rounded& out = rounded;  // of this thread
     each(pool, count, static_cast<double>(count) * D * 4, [&](int64_t r) {
       (wide ? divide_into_tiles<3> : divide_into_tiles<1>)(from + r * D, D, r, out.words.data(),
@@ -457,7 +457,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       if (tiled) into_tiles(words, r, w.words, out.words.data());
     });
     rows = {out.words.data(), count, stride, out.scales.data(), out.excess.data()};
-  } else if (D % per) {  // a word's last inputs are there, and 0
+  } else if (D % per) {  // pad the last word's inputs with 0
     rounded.words.assign(count * per * w.words, 0.0f);
     for (int64_t r = 0; r < count; ++r)
       std::memcpy(rounded.words.data() + r * per * w.words, from + r * D, D * sizeof(float));
@@ -465,7 +465,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
   }
   float* results = leads ? to : outputs.data();
   (is_tiled(w.how) ? tiled_product : whole_product)(pool, rows, w, results, E);
-  if (leads) {  // the used rows are the first ones
+  if (leads) {  // the used rows come first
     std::fill(to + count * E, to + n * E, 0.0f);
     return ffi::Error::Success();
   }

@@ -1,4 +1,4 @@
-// What the kernels share: registers of the processor at hand, tasks on XLA's threads, the exponential.
+// Shared parts of the kernels: vector registers, tasks on XLA's threads, the exponential.
 
 #pragma once
 
@@ -25,14 +25,14 @@ constexpr int kLanes = 8, kRows = 3;  // 12 of 16
 #endif
 constexpr int kPanel = 32;  // outputs of a panel of packed weights
 constexpr int kParts = kPanel / kLanes;
-constexpr double kLittle = 1 << 18;  // multiplications that another thread is woken for
+constexpr double kLittle = 1 << 18;  // multiplications per additional thread
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 inline Lanes load(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline void store(float* p, Lanes v) { *reinterpret_cast<Lanes*>(p) = v; }
 
-// Run task(0) to task(count - 1); the caller takes part, and returns when all are done.
+// Run task(0) to task(count - 1); the caller participates, and returns when all are done.
 template <typename Task>
 void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
   const int64_t threads = std::min<int64_t>(
@@ -45,7 +45,7 @@ void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto shared = std::make_shared<Shared>();
-  const Task* work_of = &task;  // read only while tasks are left, so while the caller waits
+  const Task* work_of = &task;  // read only while tasks remain, which is while the caller waits
   auto take = [shared, count, work_of] {
     for (int64_t i; (i = shared->next.fetch_add(1)) < count;) {
       (*work_of)(i);
@@ -57,7 +57,7 @@ void each(ffi::ThreadPool& pool, int64_t count, double work, const Task& task) {
   while (shared->done.load() < count) std::this_thread::yield();
 }
 
-// e**x for x <= 0, to about 1e-7 of it: 2**n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+// e**x for x <= 0, with relative error 1e-7: 2**n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline float exponential(float x) {
   x = std::max(x, -87.0f);
   const float n = std::nearbyint(x * 1.44269504088896341f);

@@ -1,9 +1,8 @@
 // Products by the processor's matrix unit (AMX), in tiles of 16 rows times 16 outputs.
 //
-// A tile of weights is 16 words of 16 outputs of a panel as product.h has them. Rows [n, words] are
-// in tiles, too, [n / 16, words / 16, 16, 16], zeros where there is no row or word. A row's sums do
-// not depend on other rows, and all rows are multiplied so, one alone, too: words are summed in an
-// order of their own here.
+// A tile of weights is 16 words of 16 outputs of a panel (product.h). Rows [n, words] are also in
+// tiles, [n / 16, words / 16, 16, 16], padded with zeros. A row's sums do not depend on other rows.
+// The order of sums differs from product.h's, so tiles are used for any number of rows, also one.
 
 #pragma once
 
@@ -12,9 +11,9 @@
 #include "tasks.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define HAS_AMX 1  // as GCC and newer clang say it
+#define HAS_AMX 1  // GCC and newer clang
 #elif defined(__AMXTILE__) && defined(__AMXBF16__) && defined(__AMXINT8__)
-#define HAS_AMX 1  // as older clang does
+#define HAS_AMX 1  // older clang
 #endif
 #if defined(HAS_AMX) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #include <immintrin.h>
@@ -25,44 +24,44 @@
 
 namespace {
 
-// What a product by tiles is made of: rows and weights in pairs of bfloat16, or in fours of 8 bits;
-// or (wide) float32 rows as three parts of bfloat16 that sum to them, and weights in bfloat16.
+// The operands of a product by tiles: rows and weights in pairs of bfloat16, or in fours of 8 bits;
+// or (wide) float32 rows as sums of three bfloat16 parts, and weights in bfloat16.
 enum class Tiles { kPairs, kFours, kWide };
 
 constexpr int64_t kTile = 16;
-constexpr int64_t kTilesAhead = 2;  // of weights that are fetched: more fill the nearest cache
+constexpr int64_t kTilesAhead = 2;  // tiles of weights to prefetch: more would fill the L1 cache
 
 // Round up to whole tiles.
 constexpr int64_t in_tiles(int64_t count) { return (count + kTile - 1) / kTile * kTile; }
 
-// Put row r, its words as they follow one another, into its tiles.
+// Copy row r, given as consecutive words, into its tiles.
 inline void into_tiles(const float* row, int64_t r, int64_t words, float* tiles) {
   float* to = tiles + r / kTile * kTile * in_tiles(words) + r % kTile * kTile;
   for (int64_t d = 0; d < words; d += kTile)
     std::memcpy(to + d * kTile, row + d, std::min(kTile, words - d) * sizeof(float));
 }
 
-// Neighbouring panels, and where the sums of theirs go.
+// Adjacent panels, and the destination of their sums.
 struct Panels {
   const float* words;  // [count, depth, 32]
-  int64_t count, depth, outputs;  // outputs: of all, the last panel may have fewer than 32
+  int64_t count, depth, outputs;  // outputs: total; the last panel may have fewer than 32
   float* y;                       // [n, outputs] in rows of `stride`
   int64_t stride;
 };
 
 #if defined(HAS_TILES)
 
-// Return whether this process may use the matrix unit; Linux wants to be asked.
+// Return whether this process may use the matrix unit; Linux requires a request.
 inline bool has_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool allowed = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return allowed;
 }
 
-// Have what was written so far in memory: GCC's tile intrinsics do not say all that they read.
+// Compiler barrier for previous writes: GCC's tile intrinsics do not declare all their reads.
 inline void settle() { asm volatile("" ::: "memory"); }
 
-// All tiles whole, for as long as the object lives.
+// Configure all tiles with full size, for the lifetime of the object.
 class TileShapes {
   struct alignas(64) Shapes {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -79,7 +78,7 @@ class TileShapes {
   ~TileShapes() { _tile_release(); }
 };
 
-// Load `count` of 16 numbers, zeros behind them.
+// Load `count` of 16 numbers, followed by zeros.
 inline __m512 some(const float* from, int64_t count) {
   if (count >= kTile) return _mm512_loadu_ps(from);
   return count <= 0 ? _mm512_setzero_ps()
@@ -90,8 +89,8 @@ inline __m512 widened(__m256i halves) {
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
 
-// Divide 32 numbers into parts of bfloat16, each in 16 words of two that follow each other; the
-// first part alone is the numbers rounded.
+// Divide 32 numbers into bfloat16 parts, each in 16 words of two consecutive numbers; the first
+// part is the rounded numbers.
 template <int kCount>
 void divide(__m512 first, __m512 second, __m512i (&parts)[kCount]) {
   for (int p = 0; p < kCount; ++p) {
@@ -102,7 +101,7 @@ void divide(__m512 first, __m512 second, __m512i (&parts)[kCount]) {
   }
 }
 
-// Put row r of numbers [D] into the tiles of its parts, `apart` words from one part to the next.
+// Write row r of numbers [D] into the tiles of its parts, which are `apart` words apart.
 template <int kCount>
 void divide_into_tiles(const float* row, int64_t D, int64_t r, float* tiles, int64_t apart) {
   const int64_t words = (D + 1) / 2;
@@ -120,7 +119,7 @@ void divide_into_tiles(const float* row, int64_t D, int64_t r, float* tiles, int
   else                                \
     _tile_dpbf16ps(sum, rows, weights);
 
-// Write `count` rows of the sums [16, 32] of tiles `left` and `right`, `width` of them outputs.
+// Write `count` rows and `width` outputs of the sums [16, 32] in tiles `left` and `right`.
 #define TILE_STORE(left, right, count, width, to, stride)                           \
   if ((count) >= kTile && (width) == kPanel) {                                      \
     _tile_stored(left, to, (stride) * sizeof(float));                               \
@@ -133,7 +132,7 @@ void divide_into_tiles(const float* row, int64_t D, int64_t r, float* tiles, int
       std::memcpy((to) + r * (stride), whole + r * kPanel, (width) * sizeof(float)); \
   }
 
-// A panel's words beyond the last whole tile, with zeros up to one.
+// A panel's words after the last whole tile, padded with zeros to a tile.
 struct LastWords {
   alignas(64) float words[kTile * kPanel];
   LastWords(const float* panel, int64_t depth) {
@@ -150,8 +149,8 @@ inline void fetch_tiles(const float* words) {
   }
 }
 
-// Multiply up to 32 rows with a panel to y [rows, width]. x: the rows' first part; x_part: words
-// from one part to the next; last: LastWords, if the depth is not of whole tiles.
+// Multiply up to 32 rows by a panel: y [rows, width]. x: the rows' first part; x_part: words from
+// one part to the next; last: LastWords, if the depth is not a multiple of a tile.
 template <Tiles kind>
 void tiles_of_rows(const float* x, int64_t x_part, int64_t rows, const float* panel, int64_t depth,
                    const float* last, float* y, int64_t width, int64_t stride) {
@@ -186,7 +185,7 @@ void tiles_of_rows(const float* x, int64_t x_part, int64_t rows, const float* pa
   }
 }
 
-// Multiply rows [n] with panels: a few rows with all panels, then the next.
+// Multiply rows [n] by panels: a few rows by all panels, then the next rows.
 template <Tiles kind>
 void tiled_panels(const float* x, int64_t n, const Panels& panels) {
   const TileShapes shapes;

@@ -1,11 +1,11 @@
-// What an update computes on CPUs beside XLA's products, as XLA's foreign functions.
+// Kernels of an update on CPUs, in addition to XLA's products, as XLA FFI handlers.
 //
-// flash, flash_back   causal attention within the segments of packed rows, or the trees of those
-//                     that share prefixes, and its gradient
-// multiply            products of matrices by the matrix unit, where there is one (parts.h)
+// flash, flash_back   causal attention within the segments of packed rows, or within trees of
+//                     shared prefixes, and its gradient
+// multiply            products of matrices by the matrix unit, if the CPU has one (parts.h)
 // choose, choose_back log-prob of each row's target and entropy of its logits, and their gradient
 //
-// A result is the same whatever the number of threads: each sum is one task's, in one order.
+// Results do not depend on the number of threads: one task computes each sum, in a fixed order.
 
 #include <cfloat>
 #include <vector>
@@ -17,7 +17,7 @@ namespace {
 
 // ---- products of blocks
 
-// A matrix as its elements lie: (row, column) at data[row * row_step + column * column_step].
+// A strided matrix: element (row, column) at data[row * row_step + column * column_step].
 struct Left {
   const float* data;
   int64_t row_step, column_step;
@@ -26,7 +26,7 @@ struct Left {
   }
 };
 
-// Set (or, unless `fresh`, add to) y [R, 32] the product of x [R, depth] and a panel [depth, 32].
+// Set y [R, 32] to the product of x [R, depth] and a panel [depth, 32]; unless `fresh`, add it.
 template <int R>
 void block(Left x, const float* panel, int64_t depth, float* y, int64_t y_step, bool fresh) {
   Lanes sums[R][kParts];
@@ -69,7 +69,7 @@ void multiply(Left x, int64_t rows, const float* panels, int64_t panel_step, int
 
 int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// Lay x [count, width], rows `step` apart, in panels of its columns: [panels, count, 32].
+// Copy x [count, width], rows `step` apart, into panels of its columns: [panels, count, 32].
 void lay_rows(const float* x, int64_t step, int64_t count, int64_t width,
               std::vector<float>& panels) {
   panels.assign(whole_panels(width) * kPanel * count, 0.0f);
@@ -79,7 +79,7 @@ void lay_rows(const float* x, int64_t step, int64_t count, int64_t width,
                   std::min<int64_t>(kPanel, width - d) * sizeof(float));
 }
 
-// Lay x [count, width], rows `step` apart, in panels of its rows: [panels, width, 32].
+// Copy x [count, width], rows `step` apart, into panels of its rows: [panels, width, 32].
 void lay_columns(const float* x, int64_t step, int64_t count, int64_t width,
                  std::vector<float>& panels) {
   panels.assign(whole_panels(count) * kPanel * width, 0.0f);
@@ -91,8 +91,8 @@ void lay_columns(const float* x, int64_t step, int64_t count, int64_t width,
 
 // ---- attention
 
-constexpr int64_t kQueries = kPanel;  // of a block, of one head: its last panel is its own tokens
-constexpr float kUnseen = -FLT_MAX;   // score of a key that a query must not see
+constexpr int64_t kQueries = kPanel;  // queries of a block; its last panel of keys is their own
+constexpr float kUnseen = -FLT_MAX;   // score of a key that is not visible to a query
 
 struct Heads {
   int64_t B, T, H, N, K, window;
@@ -103,14 +103,13 @@ struct Heads {
   int64_t number(int64_t b, int64_t t, int64_t h) const { return (b * H + h) * T + t; }
 };
 
-// Neighbouring tokens of a row that see each other alone: a segment, or contexts that share a
-// prefix.
+// Consecutive tokens of a row that see no other tokens: a segment, or contexts that share a prefix.
 struct Run {
   int64_t row, begin, length;
 };
 
-// What is seen of tokens [B, T]: the place in the row up to which (exclusive) a token is; and its
-// position, of which a window speaks.
+// The visibility of tokens [B, T]: the place in the row up to which (exclusive) a token is visible,
+// and its position, for windows.
 struct Extents {
   std::vector<int32_t> until, positions;
   std::vector<Run> runs;
@@ -122,7 +121,7 @@ struct Extents {
   }
 };
 
-// Read segments [B, T], of which 0 is padding and in no run.
+// Read segments [B, T]; 0 is padding and in no run.
 Extents of_segments(const int32_t* segments, const Heads& s) {
   Extents found;
   found.until.resize(s.B * s.T), found.positions.resize(s.B * s.T);
@@ -137,8 +136,8 @@ Extents of_segments(const int32_t* segments, const Heads& s) {
   return found;
 }
 
-// Read until where tokens are seen, and their positions [B, T, columns]; or the first of both.
-// Every token sees itself, and none what is in another run.
+// Read the ends of the tokens' visibility and their positions [B, T, columns], or only the ends.
+// Every token sees itself, and no token of another run.
 Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
   Extents found;
   found.until.resize(s.B * s.T), found.positions.resize(s.B * s.T);
@@ -148,7 +147,7 @@ Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
         return std::clamp<int64_t>(extent[(b * s.T + place) * columns], place + 1, most);
       };
       end = bounded(t, s.T);
-      if (end == t + 1)  // padding: neighbours that see themselves alone share a block of queries
+      if (end == t + 1)  // padding: adjacent tokens that see only themselves share a block
         while (end < s.T && end - t < kQueries && bounded(end, s.T) == end + 1) ++end;
       for (int64_t i = t; i < end; ++i) {
         const int64_t at = b * s.T + i;
@@ -160,24 +159,24 @@ Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
   return found;
 }
 
-// Keys in whole panels that lie together, and where their scores begin.
+// Contiguous keys in whole panels, and the first column of their scores.
 struct Span {
   int64_t first_key, keys, column;
 };
 
-// A block of queries of a run begins at a whole panel; the keys that any of them sees are `width`.
+// A block of queries of a run, from a whole panel on; `width` keys are visible to any of them.
 struct Block {
   int64_t begin, rows, width;
   std::vector<Span> spans;
 
-  // Scores that are not behind a query's own token.
+  // End of the scores up to a query's own token.
   int64_t end(int64_t row) const { return width - kPanel + row + 1; }
 };
 
-// What is seen of a run's tokens; places are those of the run.
+// The visibility of a run's tokens; places are relative to the run.
 class Sight {
  public:
-  // Read it for the next run. Keys up to a whole panel are there, and nobody sees them.
+  // Read the next run. It is padded to a whole panel with keys that no query sees.
   void read(const Extents& all, const Run& run, const Heads& s) {
     const int64_t from = run.row * s.T + run.begin;
     length_ = run.length, window_ = s.window;
@@ -191,7 +190,7 @@ class Sight {
     }
   }
 
-  // Find the keys of the block of queries that begins there.
+  // Find the keys of the block of queries at `begin`.
   void find(int64_t begin, Block& block) const {
     block.begin = begin, block.rows = std::min(kQueries, length_ - begin), block.width = 0;
     block.spans.clear();
@@ -207,8 +206,8 @@ class Sight {
     }
   }
 
-  // Scale the scores of a query's keys and bound them, if the model does so; what it does not see
-  // becomes kUnseen.
+  // Scale the scores of a query's keys and bound them if the model has a cap; scores of keys that
+  // it does not see become kUnseen.
   void scale(float* __restrict scores, const Block& block, int64_t row, const Heads& s) const {
     const int64_t end = block.end(row);
     if (s.cap == 0.0f)
@@ -230,7 +229,7 @@ class Sight {
  private:
   int64_t length_, window_;
   std::vector<int32_t> until_, positions_;   // [whole panels]
-  std::vector<int32_t> latest_, farthest_;  // of a panel: the largest of until and position
+  std::vector<int32_t> latest_, farthest_;  // per panel: maximum of until and position
 };
 
 inline float weight_of(float score, float log_sum) {
@@ -283,9 +282,9 @@ Extents extents_of(ffi::Buffer<ffi::S32>& extent, bool in_tree, const Heads& s) 
 }
 
 // Arguments: queries [B, T, H, K], keys and values [B, T, N, K], segments [B, T] (0: padding, gets
-// zeros), sinks [H] or [0]. in_tree: until where tokens are seen [B, T] in place of segments, or
-// that and their positions [B, T, 2]. Results: [B, T, H, K], and the log of each query's sum
-// [B, H, T].
+// zeros), sinks [H] or [0]. in_tree: the ends of the tokens' visibility [B, T] in place of
+// segments, or these and the positions [B, T, 2]. Results: [B, T, H, K], and the log of each
+// query's sum [B, H, T].
 ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
                  ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> extent,
                  ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
@@ -350,8 +349,8 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
-// Turn the scores of a query's keys into their weights, and the gradient of the weights into that
-// of the scores; 0 behind its own token.
+// Convert the scores of a query's keys to their weights, and the gradient of the weights to the
+// gradient of the scores; 0 after its own token.
 void score_gradient(float* __restrict scores, float* __restrict grads, const Sight& sight,
                     const Block& block, int64_t row, float log_sum, float expected,
                     const Heads& s) {
@@ -374,8 +373,8 @@ void score_gradient(float* __restrict scores, float* __restrict grads, const Sig
   for (float* x : {scores, grads}) std::fill(x + end, x + block.width, 0.0f);
 }
 
-// Arguments: those of flash but the sinks, its results, and the gradient of the first one. Results:
-// the gradients of queries, keys and values.
+// Arguments: the arguments of flash without the sinks, its results, and the gradient of the first
+// result. Results: the gradients of queries, keys and values.
 ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
                       ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> extent,
                       ffi::Buffer<ffi::F32> out, ffi::Buffer<ffi::F32> sums,
@@ -451,12 +450,12 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 
 // ---- log-probs
 
-constexpr int64_t kTogether = 8;  // rows of a task
-constexpr float kLeast = -87.0f;  // logits that are refused count as this far below the largest
+constexpr int64_t kTogether = 8;  // rows per task
+constexpr float kLeast = -87.0f;  // minimum of a logit relative to the largest, for masked logits
 
-// Arguments: logits [n, V], targets [n]. Results: of each target the log-prob [n], NaN if it is none
-// of V; the entropy of its distribution [n]; the largest logit, and the log of the sum of the
-// exponentials of all less that one [n, 2] (their sum would round what a large one leaves).
+// Arguments: logits [n, V], targets [n]. Results: the log-prob of each target [n], NaN if the
+// target is out of range; the entropy of its distribution [n]; and the largest logit and the log of
+// the sum of exp(logit - largest) [n, 2], separately, since their sum would be rounded.
 ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> targets,
                   ffi::ResultBuffer<ffi::F32> logprobs, ffi::ResultBuffer<ffi::F32> entropies,
                   ffi::ResultBuffer<ffi::F32> sums) {
@@ -480,8 +479,8 @@ ffi::Error choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffe
   return ffi::Error::Success();
 }
 
-// Arguments: logits and targets, entropies and sums as choose returned them, and the gradients of
-// log-probs and entropies [n]. Result: the logits' gradient [n, V].
+// Arguments: logits and targets, entropies and sums from choose, and the gradients of log-probs and
+// entropies [n]. Result: the gradient of the logits [n, V].
 ffi::Error choose_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
                        ffi::Buffer<ffi::S32> targets, ffi::Buffer<ffi::F32> entropies,
                        ffi::Buffer<ffi::F32> sums, ffi::Buffer<ffi::F32> of_logprobs,

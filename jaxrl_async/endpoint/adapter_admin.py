@@ -36,7 +36,7 @@ class HasAdapters(Protocol):
         ...
 
 
-class AdapterDoor:
+class AdapterAdmin:
     """Resolves the `model` of a call to an adapter, and loads and unloads adapters."""
 
     def __init__(self, base: str, adapters: HasAdapters, *, loads_from: Path | None = None) -> None:

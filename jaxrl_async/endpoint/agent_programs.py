@@ -40,9 +40,9 @@ from jaxrl_async.endpoint.sessions import (
 )
 from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.rollout.episode import NOTHING
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
@@ -127,7 +127,7 @@ class AgentPrograms:
 
         Raises RolloutError if it is neither a function nor a command.
         """
-        self._run = program if callable(program) else Command(program, secrets, shown)
+        self._run = program if callable(program) else ProgramCommand(program, secrets, shown)
         self.sessions, self.endpoint, self.bounds = sessions, endpoint, bounds
         self.judge, self.count, self.calls = judge, count, UnderWay(clock)
         self.system_prompt = system_prompt
@@ -222,7 +222,7 @@ class ProgramMember:
             messages=messages_for(prompt, programs.system_prompt),
         )
         try:
-            if isinstance(self._run, Command):
+            if isinstance(self._run, ProgramCommand):
                 return await self._run(agent)
             if inspect.iscoroutinefunction(self._run):
                 return await _on_own_loop(lambda: self._run(agent), session.label)
@@ -371,7 +371,7 @@ async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
     return outcome.value
 
 
-class Command:
+class ProgramCommand:
     """A program that is a command, run as a separate process. All processes that it started end
     with it, and it ends with this process, however that ends."""
 

@@ -15,12 +15,12 @@ from jaxrl_async.endpoint.call_messages import (
     read_messages,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.sampling_request import (
     MAX_ASKED,
-    Wish,
+    SamplingOptions,
     stops_of,
     temperature_of,
     top_k_of,
@@ -62,7 +62,7 @@ def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
         messages=read_messages(messages),
         tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(fields.rows("tools", MAX_TOOLS))),
         reads_tools=kind != "none",
-        wish=Wish(
+        wish=SamplingOptions(
             temperature=temperature_of(fields),
             top_k=top_k_of(fields),
             top_p=top_p_of(fields),
@@ -186,7 +186,7 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
 class MessageWriter:
     """Writes the answer to one call, as a body or as stream events."""
 
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
 
     def body(self, answer: ChatAnswer) -> dict[str, Any]:

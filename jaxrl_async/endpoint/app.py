@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterAdmin
 from jaxrl_async.endpoint.anthropic_messages import messages_call
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.callers import Caller
@@ -41,7 +41,7 @@ from jaxrl_async.endpoint.responses_call import (
     root_of,
     unknown_response,
 )
-from jaxrl_async.endpoint.service import LONG_BODY, Desk, refusal_of
+from jaxrl_async.endpoint.service import LONG_BODY, EndpointService, refusal_of
 from jaxrl_async.endpoint.streams import (
     StreamedChat,
     StreamedMessage,
@@ -65,9 +65,9 @@ Handler = Callable[[HttpExchange, Any], Awaitable[None]]
 
 
 class EndpointApp:
-    """The ASGI application over a Desk."""
+    """The ASGI application over a EndpointService."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: EndpointService) -> None:
         """desk: serves the calls."""
         self._desk, self._numbers = desk, itertools.count()
         self._posts: dict[str, Handler] = {
@@ -198,15 +198,15 @@ class EndpointApp:
     async def _unload(self, exchange: HttpExchange, body: Any) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
 
-    def _adapters(self, exchange: HttpExchange) -> AdapterDoor:
-        """Return the AdapterDoor for a guest. Raises CallRefused."""
+    def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
+        """Return the AdapterAdmin for a guest. Raises CallRefused."""
         self._desk.check_guest(exchange.key)
         if self._desk.adapters is None:
             raise CallRefused("no adapters are served here", status=404)
         return self._desk.adapters
 
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
-        """Return the caller of a sampling call; conversation: see Desk.caller. Raises
+        """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises
         CallRefused."""
         voice = exchange.header(CONVERSATION)
         return self._desk.caller(exchange.key, conversation, body.get("model"), voice=voice)

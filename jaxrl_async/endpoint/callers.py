@@ -8,9 +8,9 @@ from typing import Protocol
 
 from jaxrl_async.endpoint.conversations import Conversations
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.sampling_request import Draft, Terms
+from jaxrl_async.endpoint.sampling_request import CallerLimits, RequestDraft
 from jaxrl_async.endpoint.sessions import PolicySession
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
 
 Cut = Callable[[IntArray], int | None]
@@ -22,7 +22,7 @@ class CallerAsk:
     """One answer to sample."""
 
     token_ids: IntArray  # [prompt] int32
-    draft: Draft
+    draft: RequestDraft
     wanted: SamplingParams | None  # the sampling parameters that the caller set; None: not set
     seed: int | None
     index: int  # of the answer in its call
@@ -35,7 +35,7 @@ class Caller(Protocol):
     """The caller that a key belongs to."""
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> CallerLimits:
         """The terms of its answers."""
         ...
 
@@ -70,7 +70,7 @@ class Guest:
     def __init__(
         self,
         generate: Generate,
-        terms: Terms,
+        terms: CallerLimits,
         conversations: Conversations,
         *,
         adapter: str = "",
@@ -128,10 +128,10 @@ class Member:
         self.session, self.conversations, self._voice = session, conversations, voice
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> CallerLimits:
         """See Caller."""
         limits = self.session.limits
-        return Terms(
+        return CallerLimits(
             sampling=limits.sampling,
             stop_token_ids=limits.stop_token_ids,
             max_new_tokens=limits.max_new_tokens,

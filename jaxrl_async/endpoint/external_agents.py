@@ -1,6 +1,6 @@
 """External agents as members of groups: they connect and request tasks.
 
-    OutsiderMember ──offer──> Lobby <──take── endpoint <──"give me a task"── an external agent
+    member ──offer──> TaskQueue <──take── endpoint <──"give me a task"── an external agent
           │ waits               │ opens                                           │
           └──── Episode <── PolicySession <────────key───── samples, rewards, ends┘
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
 from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports.sampling import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Episode, EpisodeLimits, Prompt
 
 log = logging.getLogger(__name__)
 
 
-class LobbyOffer:
+class OfferedTask:
     """A task that waits for an agent. Taken at most once."""
 
     def __init__(self, place: SessionPlace, open_session: Callable[[], PolicySession]) -> None:
@@ -59,12 +59,12 @@ class LobbyOffer:
         return session
 
 
-class Lobby:
+class TaskQueue:
     """Queues of tasks that wait for agents, and of agents that wait for tasks. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._offers: deque[LobbyOffer] = deque()
+        self._offers: deque[OfferedTask] = deque()
         self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = deque()
         self._closed = False
 
@@ -74,7 +74,7 @@ class Lobby:
         with self._lock:
             return sum(not offer.withdrawn for offer in self._offers)
 
-    def offer(self, offer: LobbyOffer, *, first: bool = False) -> None:
+    def offer(self, offer: OfferedTask, *, first: bool = False) -> None:
         """Add a task to the queue; first: before all others."""
         with self._lock:
             while self._offers and self._offers[0].withdrawn:
@@ -109,14 +109,14 @@ class Lobby:
             finally:
                 self._leave(news)
 
-    def _given(self, offer: LobbyOffer) -> PolicySession:
+    def _given(self, offer: OfferedTask) -> PolicySession:
         try:
             return offer.taken()
         except RolloutError:  # too many open sessions
             self.offer(offer, first=True)
             raise
 
-    def _next(self) -> tuple[LobbyOffer | None, asyncio.Event]:
+    def _next(self) -> tuple[OfferedTask | None, asyncio.Event]:
         """Return an offer, or None and an event that signals a new offer. Raises Closed."""
         news = asyncio.Event()
         with self._lock:
@@ -146,22 +146,22 @@ class Lobby:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsiderMembers:
+class ExternalAgentMembers:
     """A MakeEnv of members that external agents play."""
 
     programs: AgentPrograms  # sessions, limits and counts; its program is never run
-    lobby: Lobby
+    lobby: TaskQueue
     tries: int = 3  # consecutive agents that may abandon an episode before its group fails
 
-    def __call__(self, prompt: Prompt) -> "OutsiderMember":
+    def __call__(self, prompt: Prompt) -> "ExternalAgentMember":
         """Make the member that plays this prompt."""
-        return OutsiderMember(self)
+        return ExternalAgentMember(self)
 
 
-class OutsiderMember(ProgramMember):
+class ExternalAgentMember(ProgramMember):
     """One member of a group, played by the agent that takes it (ports.Plays)."""
 
-    def __init__(self, members: OutsiderMembers) -> None:
+    def __init__(self, members: ExternalAgentMembers) -> None:
         super().__init__(members.programs, _nobody)
         self._members = members
 
@@ -189,7 +189,7 @@ class OutsiderMember(ProgramMember):
             with programs.calls.one():
                 for _ in range(self._members.tries):
                     session = await self._taken(
-                        LobbyOffer(
+                        OfferedTask(
                             place,
                             lambda: programs.sessions.open(
                                 generate, place, limits, programs.bounds
@@ -213,7 +213,7 @@ class OutsiderMember(ProgramMember):
         finally:
             spent_s(max(clock() - started - drawing_s, 0.0))
 
-    async def _taken(self, offer: LobbyOffer) -> PolicySession:
+    async def _taken(self, offer: OfferedTask) -> PolicySession:
         """Offer the task and wait until an agent takes it."""
         self._members.lobby.offer(offer)
         try:

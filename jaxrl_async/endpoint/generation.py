@@ -1,7 +1,7 @@
 """The answers of one call while they are generated: their growth, their end at stop strings, and
 the finished answers.
 
-    Caller.draw ──> Generate ──progress, every few blocks──> Strand ──> Answer
+    Caller.draw ──> Generate ──progress, every few blocks──> GrowingAnswer ──> Answer
                        └────────── Completion ─────────────────┘
 
 Used on one event loop.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_async.endpoint.callers import Caller, CallerAsk
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
-from jaxrl_async.endpoint.sampling_request import Draft, Wish, wish_sampling
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, wish_sampling
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, StopReason
@@ -28,7 +28,7 @@ REDRAWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GeneratedAnswer:
     """One finished answer."""
 
     completion: Completion  # up to the token that completes a stop string
@@ -42,7 +42,7 @@ class Answer:
         return "stop" if ended else "length"
 
 
-class Strand:
+class GrowingAnswer:
     """One answer while it is generated."""
 
     def __init__(self, flow: TextFlow) -> None:
@@ -52,7 +52,7 @@ class Strand:
         self._seen: IntArray = np.zeros(0, np.int32)  # passed to `flow`
         self.token_ids: IntArray = np.zeros(0, np.int32)  # that count, so far
         self.logprobs: FloatArray = np.zeros(0, np.float32)
-        self.answer: Answer | None = None
+        self.answer: GeneratedAnswer | None = None
         self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def begin(self, request_id: str) -> None:
@@ -86,7 +86,9 @@ class Strand:
             prompt -= max(0, len(completion.token_ids) - 1)
             completion = cut_completion(completion, count, prompt)
         self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
-        self.answer = Answer(completion=completion, text=self.flow.whole(), stop=self.flow.stop)
+        self.answer = GeneratedAnswer(
+            completion=completion, text=self.flow.whole(), stop=self.flow.stop
+        )
 
 
 def _as_completion(partial: Partial) -> Completion:
@@ -102,7 +104,7 @@ def _as_completion(partial: Partial) -> Completion:
     )
 
 
-class Drawing:
+class CallGeneration:
     """The answers of one call. `close` ends unfinished ones: their slots become free at the next
     block."""
 
@@ -110,8 +112,8 @@ class Drawing:
         self,
         caller: Caller,
         token_ids: IntArray,
-        draft: Draft,
-        wish: Wish,
+        draft: RequestDraft,
+        wish: SamplingOptions,
         *,
         decode: Decode,
         watch: ProgressWatch | None = None,
@@ -126,7 +128,7 @@ class Drawing:
             decode: tokens to text.
             watch: reports the tokens so far; None: only complete answers are needed.
         """
-        self.strands = [Strand(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
+        self.strands = [GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
         self._news, self._watch = asyncio.Event(), watch
         named, usual = wish_sampling(wish, caller.terms.sampling), caller.terms.sampling
         wanted = None if named == usual else named
@@ -159,7 +161,7 @@ class Drawing:
                     self._look(strand, task)
             yield
 
-    def _look(self, strand: Strand, task: "asyncio.Task[Completion]") -> None:
+    def _look(self, strand: GrowingAnswer, task: "asyncio.Task[Completion]") -> None:
         """Process new tokens of one answer."""
         if task.cancelled():
             raise CallRefused("the sampler gave up this answer; call again", status=503)
@@ -170,14 +172,14 @@ class Drawing:
             if so_far is not None and len(so_far.token_ids) > len(strand.token_ids):
                 strand.grow(so_far)
 
-    async def answers(self) -> list[Answer]:
+    async def answers(self) -> list[GeneratedAnswer]:
         """Wait for all answers. Errors of the sampler are passed on."""
         async for _ in self.steps():
             pass
         return self.finished
 
     @property
-    def finished(self) -> list[Answer]:
+    def finished(self) -> list[GeneratedAnswer]:
         """The finished answers, in order."""
         return [strand.answer for strand in self.strands if strand.answer is not None]
 
@@ -193,7 +195,9 @@ class Drawing:
 class _Began:
     """Watches a request from when it is queued."""
 
-    def __init__(self, strand: Strand, watch: ProgressWatch | None, news: asyncio.Event) -> None:
+    def __init__(
+        self, strand: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
+    ) -> None:
         self._strand, self._watch, self._news = strand, watch, news
 
     def __call__(self, request_id: str) -> None:

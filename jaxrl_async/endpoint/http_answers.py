@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.generation import Answer
+from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
 from jaxrl_async.types import Completion, FloatArray, IntArray, Message
 
@@ -20,7 +20,7 @@ TokenText = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class AnswerHeader:
     """The fields at the start of an answer."""
 
     id: str
@@ -48,7 +48,7 @@ class Usage:
 class ChatAnswer:
     """One finished answer of a chat."""
 
-    answer: Answer
+    answer: GeneratedAnswer
     content: str
     reasoning: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
@@ -69,7 +69,7 @@ class ChatAnswer:
         return message
 
 
-def chat_answer(answer: Answer, message: Message, *, reads_tools: bool) -> ChatAnswer:
+def chat_answer(answer: GeneratedAnswer, message: Message, *, reads_tools: bool) -> ChatAnswer:
     """Convert a finished answer to a message.
 
     Args:
@@ -101,7 +101,7 @@ def json_number(logprob: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class AnswerFormat:
     """Formats tokens and weight versions for answers."""
 
     text_of: TokenText
@@ -151,6 +151,6 @@ class Words:
         ]
 
 
-def rows_of_answers(answers: Sequence[Answer]) -> int:
+def rows_of_answers(answers: Sequence[GeneratedAnswer]) -> int:
     """Return the total number of tokens of some answers."""
     return sum(len(a.completion.token_ids) for a in answers)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from jaxrl_async.endpoint.app import EndpointApp
 from jaxrl_async.endpoint.connection import bounded_connections, serving_module
-from jaxrl_async.endpoint.service import Desk, EndpointCounts
+from jaxrl_async.endpoint.service import EndpointCounts, EndpointService
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ MORE_CONNECTIONS = 64
 class Endpoint:
     """An HTTP server in a thread of this process. A context manager that closes it at the end."""
 
-    def __init__(self, desk: Desk, *, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, desk: EndpointService, *, host: str = LOOPBACK, port: int = 0) -> None:
         """Open the socket; `start` serves it. Raises ConfigError if the address is not available,
         and MissingExtraError.
 

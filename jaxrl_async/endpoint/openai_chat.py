@@ -12,11 +12,11 @@ from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import MAX_MESSAGES, MAX_TOOLS, read_messages, read_tools
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
 from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
     ChatAnswer,
-    Heading,
     TokenRow,
     Usage,
-    Words,
     rows_of_answers,
 )
 from jaxrl_async.endpoint.sampling_request import (
@@ -24,7 +24,7 @@ from jaxrl_async.endpoint.sampling_request import (
     MAX_ASKED,
     MAX_COUNT,
     NEUTRAL_SAMPLING,
-    Wish,
+    SamplingOptions,
     min_p_of,
     seed_of,
     stops_of,
@@ -45,7 +45,7 @@ class ChatCall:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_tools: bool = True  # whether tool calls are parsed from the answer (tool_choice)
-    wish: Wish
+    wish: SamplingOptions
     stream: bool = False
     stream_usage: bool = False  # whether a stream ends with the token counts
     logprobs: bool = False
@@ -84,7 +84,7 @@ def chat_call(body: Any) -> ChatCall:
     return call
 
 
-def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> Wish:
+def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> SamplingOptions:
     """Return the sampling parameters of a body in OpenAI's form, including vLLM's fields.
 
     Args:
@@ -94,7 +94,7 @@ def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> W
     """
     asked = fields.whole("max_completion_tokens", 1, MAX_ASKED)
     older = fields.whole("max_tokens", 1, MAX_ASKED)
-    return Wish(
+    return SamplingOptions(
         count=count,
         temperature=temperature_of(fields),
         top_k=top_k_of(fields),
@@ -124,9 +124,9 @@ class ChatWriter:
     """Writes the answer to one chat call, as a body or as stream chunks."""
 
     call: ChatCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
-    words: Words
+    words: AnswerFormat
 
     def body(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """Return the complete answer."""

@@ -5,17 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.generation import Answer
+from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.http_answers import (
-    Heading,
+    AnswerFormat,
+    AnswerHeader,
     TokenRow,
     Usage,
-    Words,
     json_number,
     rows_of_answers,
 )
 from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
-from jaxrl_async.endpoint.sampling_request import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
+from jaxrl_async.endpoint.sampling_request import (
+    HARMLESS_FIELDS,
+    MAX_COUNT,
+    NEUTRAL_SAMPLING,
+    SamplingOptions,
+)
 from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import IntArray
 
@@ -30,7 +35,7 @@ class TextCall:
     """A checked call."""
 
     prompt: str | tuple[int, ...]
-    wish: Wish
+    wish: SamplingOptions
     stream: bool = False
     stream_usage: bool = False
     logprobs: int | None = None  # 0 or 1; None: none
@@ -75,11 +80,11 @@ class TextWriter:
     """Writes the answer to one call, as a body or as stream chunks."""
 
     call: TextCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
-    words: Words
+    words: AnswerFormat
 
-    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
         """Return the complete answer."""
         choices = []
         for i, answer in enumerate(answers):
@@ -104,7 +109,7 @@ class TextWriter:
             return []
         return [self._frame([self._choice(index, text, row, flow)])]
 
-    def end(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+    def end(self, index: int, answer: GeneratedAnswer) -> list[dict[str, Any]]:
         """Return the last chunk of a choice."""
         nothing = TokenRow(
             token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
@@ -112,7 +117,7 @@ class TextWriter:
         last = self._choice(index, "", nothing, self.words.flow())
         return [self._frame([{**last, **self._end(answer)}])]
 
-    def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def close(self, answers: Sequence[GeneratedAnswer]) -> list[dict[str, Any]]:
         """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
@@ -139,7 +144,7 @@ class TextWriter:
             choice["token_ids"] = row.token_ids.tolist()
         return choice
 
-    def _end(self, answer: Answer) -> dict[str, Any]:
+    def _end(self, answer: GeneratedAnswer) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": answer.finish, "stop_reason": answer.stop}
         if self.call.token_ids:
             end["prompt_token_ids"] = self.prompt.tolist()

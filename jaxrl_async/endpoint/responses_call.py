@@ -21,7 +21,7 @@ from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
-    Wish,
+    SamplingOptions,
     seed_of,
     temperature_of,
     top_k_of,
@@ -81,7 +81,7 @@ def responses_call(body: Any) -> ResponsesCall:
         fields.refuse("tool_choice", "'auto' or 'none': forced tool calls are not supported")
     tools = fields.rows("tools", MAX_TOOLS)
     _check_wishes(fields)
-    wish = Wish(
+    wish = SamplingOptions(
         temperature=temperature_of(fields),
         top_p=top_p_of(fields),
         top_k=top_k_of(fields),

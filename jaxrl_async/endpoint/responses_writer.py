@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.types import IntArray
 
@@ -17,7 +17,7 @@ class ResponsesWriter:
     """Writes the answer to one call."""
 
     call: ResponsesCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
 
     def body(self, answer: ChatAnswer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
-from jaxrl_async.endpoint.external_agents import OutsiderMembers
+from jaxrl_async.endpoint.external_agents import ExternalAgentMembers
 from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, RolloutError
@@ -15,7 +15,7 @@ from jaxrl_async.tasks.task import Task
 
 
 async def outsiders_play(session: AgentSession) -> None:
-    """Placeholder program of a task for external agents; OutsiderMembers play instead."""
+    """Placeholder program of a task for external agents; ExternalAgentMembers play instead."""
     raise RolloutError(f"{session.base_url}: external agents play this task")
 
 
@@ -28,7 +28,7 @@ def make_members(
     if not config.endpoint.external_agents:
         return programs, programs.oldest_s
     tries = config.endpoint.agent_tries
-    outside = OutsiderMembers(programs=programs, lobby=serving.lobby, tries=tries)
+    outside = ExternalAgentMembers(programs=programs, lobby=serving.lobby, tries=tries)
     return outside, programs.oldest_s
 
 

@@ -9,15 +9,15 @@ from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.connection import serving_module
-from jaxrl_async.endpoint.external_agents import Lobby
+from jaxrl_async.endpoint.external_agents import TaskQueue
 from jaxrl_async.endpoint.http_server import Endpoint
-from jaxrl_async.endpoint.sampling_request import Terms, stop_ids
-from jaxrl_async.endpoint.service import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
+from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.endpoint.sessions import Sessions
-from jaxrl_async.endpoint.task_lease import AgentDoor
+from jaxrl_async.endpoint.task_lease import TaskLeases
 from jaxrl_async.errors import Closed, ConfigError
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RunServing:
         self.needed = needed or section.enabled
         self._guest_key = environ.get(section.key_variable, "").strip()
         self._agent_key = environ.get(section.agent_key_variable, "").strip()
-        self.lobby = Lobby()
+        self.lobby = TaskQueue()
         if section.external_agents and not self._agent_key:
             raise ConfigError(
                 "endpoint.external_agents: external agents need a key. Set the environment "
@@ -88,8 +88,8 @@ class RunServing:
         section, key = self._section, self._guest_key
         mib = section.max_body_mib
         most_waiting = section.max_open_calls // 2  # the other slots are for agents that play
-        door = AgentDoor(self.lobby, self._agent_key, most_waiting=most_waiting)
-        desk = Desk(
+        door = TaskLeases(self.lobby, self._agent_key, most_waiting=most_waiting)
+        desk = EndpointService(
             served,
             EndpointLimits(
                 max_open_calls=section.max_open_calls,
@@ -136,7 +136,7 @@ def served_by_run(
         generate=generate,
         tokenizer=tokenizer,
         chat=chat,
-        terms=Terms(
+        terms=CallerLimits(
             sampling=SamplingParams(
                 temperature=section.temperature,
                 top_k=section.top_k,

@@ -28,7 +28,7 @@ MAX_ASKED = 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SamplingOptions:
     """The sampling parameters of a call of any protocol. None: as in the caller's terms."""
 
     count: int = 1  # number of answers
@@ -45,7 +45,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class CallerLimits:
     """The settings and limits of the answers to a caller."""
 
     sampling: SamplingParams
@@ -58,7 +58,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class RequestDraft:
     """A wish under a caller's terms."""
 
     sampling: SamplingParams
@@ -69,7 +69,7 @@ class Draft:
     overridden: bool  # whether a distribution was requested that is not allowed
 
 
-def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
+def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
     """Apply a caller's terms to a wish. Raises CallRefused if the prompt leaves no room.
 
     Args:
@@ -96,7 +96,7 @@ def drafted(wish: Wish, terms: Terms, prompt: int) -> Draft:
     wanted = wish_sampling(wish, terms.sampling)
     most = min(terms.max_new_tokens, room)
     asked = most if wish.max_new_tokens is None else wish.max_new_tokens
-    return Draft(
+    return RequestDraft(
         sampling=terms.sampling if terms.fixed_sampling else wanted,
         stop_token_ids=stops,
         max_new_tokens=min(asked, most),
@@ -112,7 +112,7 @@ def stop_ids(tokenizer: Tokenizer, chat: ChatFormat | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))[:MAX_STOP_TOKENS]
 
 
-def wish_sampling(wish: Wish, default: SamplingParams) -> SamplingParams:
+def wish_sampling(wish: SamplingOptions, default: SamplingParams) -> SamplingParams:
     """Return the sampling distribution of a wish."""
     return SamplingParams(
         temperature=default.temperature if wish.temperature is None else wish.temperature,

@@ -19,18 +19,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
-from jaxrl_async.endpoint.adapter_admin import AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
 from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
-from jaxrl_async.endpoint.generation import Drawing, Strand
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, Words, chat_answer
+from jaxrl_async.endpoint.generation import CallGeneration, GrowingAnswer
+from jaxrl_async.endpoint.http_answers import AnswerFormat, AnswerHeader, ChatAnswer, chat_answer
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.responses_call import PREFIX
-from jaxrl_async.endpoint.sampling_request import TOO_LONG, Draft, Terms, Wish, drafted
+from jaxrl_async.endpoint.sampling_request import (
+    TOO_LONG,
+    CallerLimits,
+    RequestDraft,
+    SamplingOptions,
+    drafted,
+)
 from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
-from jaxrl_async.endpoint.task_lease import AgentDoor
+from jaxrl_async.endpoint.task_lease import TaskLeases
 from jaxrl_async.errors import (
     Closed,
     DataError,
@@ -40,8 +46,8 @@ from jaxrl_async.errors import (
     TextTooLong,
 )
 from jaxrl_async.host import give_back_memory
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -72,7 +78,7 @@ class Served:
     generate: Generate
     tokenizer: Tokenizer
     chat: ChatFormat | None  # None: no chat template; chat calls are rejected
-    terms: Terms  # of guests
+    terms: CallerLimits  # of guests
     label: str = "weights"  # prefix of weight versions; without a dash
     streams_early: bool = True  # False: nothing is sent before an answer is complete
 
@@ -110,7 +116,7 @@ class EndpointCounts:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-class Desk:
+class EndpointService:
     """Serves checked calls."""
 
     def __init__(
@@ -120,8 +126,8 @@ class Desk:
         *,
         sessions: Sessions | None = None,
         guest_keys: tuple[str, ...] = (),
-        door: AgentDoor | None = None,
-        adapters: AdapterDoor | None = None,
+        door: TaskLeases | None = None,
+        adapters: AdapterAdmin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Serve nothing yet.
@@ -136,7 +142,7 @@ class Desk:
             clock: for idle guests.
         """
         self.served, self.limits, self.counts = served, limits, EndpointCounts()
-        self.words = Words(
+        self.words = AnswerFormat(
             text_of=served.tokenizer.token_text,
             bytes_of=served.tokenizer.token_bytes,
             decode=served.tokenizer.decode,
@@ -208,8 +214,8 @@ class Desk:
         except SessionEnded as error:
             raise CallRefused(str(error), status=401, code="invalid_api_key") from None
 
-    def door(self) -> AgentDoor:
-        """Return the AgentDoor for external agents. Raises CallRefused if there are none."""
+    def door(self) -> TaskLeases:
+        """Return the TaskLeases for external agents. Raises CallRefused if there are none."""
         if self._door is None:
             raise CallRefused("external agents are not enabled (endpoint.external_agents)", 404)
         return self._door
@@ -299,10 +305,10 @@ class Desk:
             retry_after_s=BUSY_S,
         )
 
-    def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> Heading:
+    def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> AnswerHeader:
         """Return the heading of an answer. mark: separates the two parts of its id."""
         model = caller.adapter or self.served.name
-        return Heading(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
+        return AnswerHeader(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
 
     @property
     def max_body_bytes(self) -> int:
@@ -391,8 +397,8 @@ class Desk:
 
     @asynccontextmanager
     async def drawing(
-        self, caller: Caller, token_ids: IntArray, wish: Wish, *, parts: bool
-    ) -> AsyncIterator[Drawing]:
+        self, caller: Caller, token_ids: IntArray, wish: SamplingOptions, *, parts: bool
+    ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
@@ -402,14 +408,14 @@ class Desk:
             parts: whether the answers are streamed.
         """
         try:
-            draft: Draft = drafted(wish, caller.terms, len(token_ids))
+            draft: RequestDraft = drafted(wish, caller.terms, len(token_ids))
         except CallRefused as refused:
             if refused.code == TOO_LONG:
                 caller.exhaust(refused.message, token_ids)
             raise
         self.count(capped=draft.capped)
         watches = self.served.streams_early and (parts or bool(wish.stops))
-        drawing = Drawing(
+        drawing = CallGeneration(
             caller,
             token_ids,
             draft,
@@ -424,7 +430,7 @@ class Desk:
             await drawing.close()
 
     async def said(
-        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: Strand
+        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
     ) -> ChatAnswer:
         """Return a finished answer as a message, and store it."""
         answer, chat = strand.answer, self._chat()
@@ -436,7 +442,7 @@ class Desk:
         caller.talked(call.messages, said.message())
         return said
 
-    async def so_far(self, call: ChatCall, strand: Strand) -> Mapping[str, Any]:
+    async def so_far(self, call: ChatCall, strand: GrowingAnswer) -> Mapping[str, Any]:
         """Return an unfinished answer as a message."""
         chat = self._chat()
         return await self.aside(lambda: chat.message(strand.token_ids, call.tools))

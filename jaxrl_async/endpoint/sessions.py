@@ -26,8 +26,8 @@ import numpy as np
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.call_log import Trace, cut_completion
 from jaxrl_async.rollout.episode import check_kept, make_request, unplayed_episode
 from jaxrl_async.types import (

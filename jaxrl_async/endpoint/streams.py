@@ -11,14 +11,14 @@ from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
 from jaxrl_async.endpoint.conversations import PromptTokens
-from jaxrl_async.endpoint.generation import Strand
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, TokenRow
+from jaxrl_async.endpoint.generation import GrowingAnswer
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer, TokenRow
 from jaxrl_async.endpoint.http_exchange import anthropic_event, openai_event
 from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
 from jaxrl_async.endpoint.openai_text import TextWriter
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
-from jaxrl_async.endpoint.service import Desk
+from jaxrl_async.endpoint.service import EndpointService
 from jaxrl_async.types import Message
 
 READ_EVERY = 64
@@ -29,7 +29,7 @@ costs no more than a few times its length."""
 class _ChatStrand:
     """One answer of a chat while it is streamed."""
 
-    def __init__(self, strand: Strand, *, has_tools: bool) -> None:
+    def __init__(self, strand: GrowingAnswer, *, has_tools: bool) -> None:
         self.strand, self.deltas = strand, ChatDeltas(has_tools=has_tools)
         self.read = 0  # number of tokens when it was last parsed
         self.told = 0  # number of tokens whose ids were sent
@@ -54,7 +54,9 @@ class _ChatStrand:
 class _ChatSteps:
     """The answers of a chat call in parts, for any protocol."""
 
-    def __init__(self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens) -> None:
+    def __init__(
+        self, desk: EndpointService, caller: Caller, call: ChatCall, prompt: PromptTokens
+    ) -> None:
         self.desk, self.caller, self.call, self.prompt = desk, caller, call, prompt
         desk.count(continued=prompt.continued, opened=not prompt.continued)
 
@@ -92,7 +94,12 @@ class StreamedChat:
     """A chat completion of OpenAI's API."""
 
     def __init__(
-        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+        self,
+        desk: EndpointService,
+        caller: Caller,
+        call: ChatCall,
+        prompt: PromptTokens,
+        heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
         self._steps = _ChatSteps(desk, caller, call, prompt)
@@ -125,7 +132,12 @@ class StreamedMessage:
     """A message of Anthropic's API."""
 
     def __init__(
-        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+        self,
+        desk: EndpointService,
+        caller: Caller,
+        call: ChatCall,
+        prompt: PromptTokens,
+        heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
         self._steps = _ChatSteps(desk, caller, call, prompt)
@@ -156,12 +168,12 @@ class StreamedResponse:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: EndpointService,
         caller: Caller,
         call: ResponsesCall,
         messages: Sequence[Message],
         prompt: PromptTokens,
-        heading: Heading,
+        heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet.
 
@@ -216,7 +228,7 @@ class StreamedResponse:
 class StreamedText:
     """A completion of OpenAI's API."""
 
-    def __init__(self, desk: Desk, caller: Caller, writer: TextWriter) -> None:
+    def __init__(self, desk: EndpointService, caller: Caller, writer: TextWriter) -> None:
         """Sample nothing yet."""
         self._desk, self._caller, self._writer = desk, caller, writer
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.external_agents import Lobby
+from jaxrl_async.endpoint.external_agents import TaskQueue
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.sessions import PolicySession
 
@@ -16,10 +16,10 @@ EVALUATED = "eval/"
 """Prefix of the labels of held-out episodes."""
 
 
-class AgentDoor:
+class TaskLeases:
     """Gives tasks to agents that send the run's agent key."""
 
-    def __init__(self, lobby: Lobby, key: str, *, most_waiting: int) -> None:
+    def __init__(self, lobby: TaskQueue, key: str, *, most_waiting: int) -> None:
         """Make it.
 
         Args:

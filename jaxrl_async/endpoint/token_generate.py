@@ -13,15 +13,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.generation import Answer
-from jaxrl_async.endpoint.http_answers import Heading, TokenRow, Usage, Words, rows_of_answers
+from jaxrl_async.endpoint.generation import GeneratedAnswer
+from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
+    TokenRow,
+    Usage,
+    rows_of_answers,
+)
 from jaxrl_async.endpoint.openai_chat import sampling_wish
 from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
     MAX_COUNT,
     NEUTRAL_SAMPLING,
-    Wish,
+    SamplingOptions,
 )
 from jaxrl_async.types import Completion, ExpertIds, KeptTokens
 
@@ -36,7 +42,7 @@ class TokenCall:
     """A checked call."""
 
     token_ids: tuple[int, ...]
-    wish: Wish
+    wish: SamplingOptions
     request_id: str | None = None
     logprobs: bool = False
     routes_from: int = 0  # first token of the sequence whose experts are returned
@@ -74,7 +80,7 @@ def token_call(body: Any) -> TokenCall:
 
 
 def token_body(
-    call: TokenCall, heading: Heading, answers: Sequence[Answer], words: Words
+    call: TokenCall, heading: AnswerHeader, answers: Sequence[GeneratedAnswer], words: AnswerFormat
 ) -> dict[str, Any]:
     """Return the body of an answer. Serialise without spaces: clients search it for the experts."""
     usage = Usage(prompt=len(call.token_ids), drawn=rows_of_answers(answers))
@@ -87,7 +93,9 @@ def token_body(
     }
 
 
-def _choice(call: TokenCall, index: int, answer: Answer, words: Words) -> dict[str, Any]:
+def _choice(
+    call: TokenCall, index: int, answer: GeneratedAnswer, words: AnswerFormat
+) -> dict[str, Any]:
     drawn = answer.completion
     choice: dict[str, Any] = {
         "index": index,
@@ -104,7 +112,7 @@ def _choice(call: TokenCall, index: int, answer: Answer, words: Words) -> dict[s
     return choice
 
 
-def _entries(drawn: Completion, words: Words) -> list[dict[str, Any]]:
+def _entries(drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
     row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
     entries = words.entries(row, top=False, ids_as_tokens=True)
     return [

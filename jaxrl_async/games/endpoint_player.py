@@ -29,7 +29,7 @@ SEEDS = 2**31
 """Upper bound of the seeds sent to an endpoint."""
 
 
-class EndpointDesk:
+class PlayerEndpoint:
     """Sends all messages of one filling to one endpoint. Thread safe."""
 
     def __init__(
@@ -144,7 +144,7 @@ class EndpointDesk:
 class EndpointPlayer:
     """A ports.Player played by another server's model."""
 
-    def __init__(self, desk: EndpointDesk, filling: FillingSection, seat: str, seed: int) -> None:
+    def __init__(self, desk: PlayerEndpoint, filling: FillingSection, seat: str, seed: int) -> None:
         """Play a seat through `desk`. seed: the run's seed."""
         self.name = name_of_filling(filling)
         self._desk, self._seat, self._seed = desk, seat, seed

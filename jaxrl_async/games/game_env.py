@@ -28,8 +28,8 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Player, Reply
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.chat_env import (
     ChatEnvs,
     record_of,

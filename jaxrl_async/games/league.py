@@ -20,7 +20,7 @@ from jaxrl_async.config.seats_section import (
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.games.endpoint_player import EndpointDesk, EndpointPlayer
+from jaxrl_async.games.endpoint_player import EndpointPlayer, PlayerEndpoint
 from jaxrl_async.games.opponent_pool import FrozenPool
 from jaxrl_async.games.opponents import (
     LeagueTerms,
@@ -28,7 +28,7 @@ from jaxrl_async.games.opponents import (
     WatchedPublisher,
     WatchedSource,
 )
-from jaxrl_async.games.seating import Sitter, chance
+from jaxrl_async.games.seating import SeatedPlayer, chance
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.games.weights_player import AnswerLimits, WeightsPlayer
 from jaxrl_async.judge.judge import JudgeMeter
@@ -84,11 +84,11 @@ class RunOpponents:
         self._pools: dict[str | None, FrozenPool] = {}
         self._chats: dict[str | None, ChatFormat] = {} if chat is None else {None: chat}
         self._specs = {path: self._checked(path) for path in frozen_models(config.seats)}
-        self._desks: dict[str, EndpointDesk] = {}
+        self._desks: dict[str, PlayerEndpoint] = {}
         self._costs: dict[str, float] = {}
         for path, filling in fillings(config.seats):
             if filling.endpoint is not None and _key_of(filling) not in self._desks:
-                self._desks[_key_of(filling)] = EndpointDesk(
+                self._desks[_key_of(filling)] = PlayerEndpoint(
                     filling, path, count=faults.add, outages=outages
                 )
 
@@ -222,7 +222,7 @@ class RunOpponents:
             )
             self._pools[path] = FrozenPool(setup, loader(spec, where), places=most)
 
-    def _player(self, sitter: Sitter) -> Player:
+    def _player(self, sitter: SeatedPlayer) -> Player:
         filling, config = sitter.filling, self._config
         if filling.endpoint is not None:
             desk = self._desks[_key_of(filling)]
@@ -264,7 +264,7 @@ def _same(path: Path, key: int) -> Path:
 
 
 def _key_of(filling: FillingSection) -> str:
-    """Return a key that is equal for fillings which share one EndpointDesk."""
+    """Return a key that is equal for fillings which share one PlayerEndpoint."""
     return filling.model_dump_json(exclude={"weight", "eval", "mixture"})
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_async.config.seats_section import OlderSection, SeatSection, fillings
 from jaxrl_async.data.prompts import EVAL_POSITION
-from jaxrl_async.games.seating import Sitter, Standings, is_due, league_of, sitter_of
+from jaxrl_async.games.seating import SeatedPlayer, Standings, is_due, league_of, sitter_of
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.ports.rollout import GroupSource, Player
@@ -48,7 +48,7 @@ class Opponents:
         seats: Mapping[str, SeatSection],
         terms: LeagueTerms,
         snapshots: Snapshots,
-        player_of: Callable[[Sitter], Player],
+        player_of: Callable[[SeatedPlayer], Player],
     ) -> None:
         """Create no players yet.
 
@@ -88,7 +88,7 @@ class Opponents:
         sitters = self.sitters(prompt.position, version)
         return {seat: self._player_of(one) for seat, one in sitters.items() if one is not None}
 
-    def sitters(self, position: int, version: int) -> dict[str, Sitter | None]:
+    def sitters(self, position: int, version: int) -> dict[str, SeatedPlayer | None]:
         """Return the sitter of each seat in a group's games; None: the policy.
 
         Args:
@@ -183,7 +183,7 @@ def finished(draw: Draw) -> tuple[EpisodeGroup, ...]:
     return (*draw.groups, *alike)
 
 
-Seated = tuple[EpisodeGroup, Mapping[str, Sitter | None]]
+Seated = tuple[EpisodeGroup, Mapping[str, SeatedPlayer | None]]
 """A group, and the sitter of each seat in its games."""
 
 

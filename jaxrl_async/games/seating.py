@@ -1,7 +1,7 @@
 """Assignment of players to seats: a pure function of the seed, the game, the version, and the
 standings at that version.
 
-    seed, prompt.position, seat ──> choice of a mixture ──> snapshot of `older` ──> Sitter
+    seed, prompt.position, seat ──> choice of a mixture ──> snapshot of `older` ──> SeatedPlayer
 
 All members of a group share one position and one version, so they meet the same opponents.
 """
@@ -25,7 +25,7 @@ LEAST_WEIGHT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sitter:
+class SeatedPlayer:
     """The player of one seat in one group's games, other than the current policy."""
 
     seat: str
@@ -153,7 +153,7 @@ def sitter_of(
     game: tuple[int, int, int],
     saved: Sequence[int],
     standings: Standings,
-) -> Sitter | None:
+) -> SeatedPlayer | None:
     """Return the sitter of a seat; None: the policy.
 
     Args:
@@ -177,4 +177,4 @@ def sitter_of(
         snapshot = league[drawn_index(weights, number)]
     elif chosen.endpoint is None and chosen.model == INITIAL:
         snapshot = saved[0]
-    return Sitter(seat=seat, choice=choice, filling=chosen, snapshot=snapshot)
+    return SeatedPlayer(seat=seat, choice=choice, filling=chosen, snapshot=snapshot)

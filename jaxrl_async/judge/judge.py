@@ -1,10 +1,10 @@
 """Score answers with a language model behind an OpenAI-compatible endpoint. Needs no JAX.
 
-group ──> Questions ──> JudgeDesk: cached? ─no──> a slot ───> JudgeClient ──reply──> parsed?
+group ──> Questions ──> JudgeService: cached? ─no──> a slot ───> JudgeClient ──reply──> parsed?
               (one for each answer,   │                ^                             │ no, or failed
                or one for all)        └─> Scores       └────── after a wait ─────────┘
 
-JudgeDesk works on the loop for user code: neither trainer nor sampler waits for it. Training and
+JudgeService works on the loop for user code: neither trainer nor sampler waits for it. Training and
 evaluation share its connections, its concurrency limit and its cache.
 """
 
@@ -53,7 +53,7 @@ JUDGE = "judge"
 MIDDLE = 0.5
 """Neutral score if no answer of the group was judged."""
 MARGIN_S = 10.0
-"""Time in addition to patience_s for JudgeDesk's own work, seconds."""
+"""Time in addition to patience_s for JudgeService's own work, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class JudgeMeter:
             return {name: float(self._totals[name]) for name in self.NAMES}
 
 
-class JudgeDesk:
+class JudgeService:
     """Sends all questions of a run to one endpoint. `answers` may be called from any thread."""
 
     def __init__(
@@ -241,16 +241,16 @@ def _fits(scores: Scores, question: JudgeQuestion) -> bool:
 
 def make_desk(
     section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
-) -> JudgeDesk:
-    """Make the configured JudgeDesk; arguments as for JudgeDesk. Raises ConfigError if the API key
-    is not in the environment."""
+) -> JudgeService:
+    """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
+    API key is not in the environment."""
     key = None
     if section.key_variable is not None and not (key := os.environ.get(section.key_variable)):
         raise ConfigError(
             f"reward.judge.key_variable = {section.key_variable}: the environment has no such "
             "variable, or it is empty. Export it in the shell that starts the run."
         )
-    return JudgeDesk(section, key=key, count=count, outages=outages)
+    return JudgeService(section, key=key, count=count, outages=outages)
 
 
 class JudgeScorer:
@@ -258,7 +258,7 @@ class JudgeScorer:
 
     def __init__(
         self,
-        desk: JudgeDesk,
+        desk: JudgeService,
         section: JudgeSection,
         rubric: Rubric,
         transcripts: "Transcripts",

@@ -28,7 +28,7 @@ from jaxrl_async.errors import (
     RolloutError,
     RolloutTimeout,
 )
-from jaxrl_async.judge.judge import JudgeDesk, Transcripts, Unjudged
+from jaxrl_async.judge.judge import JudgeService, Transcripts, Unjudged
 from jaxrl_async.judge.judge_prompt import about_steps
 from jaxrl_async.lent import copied_columns, read_only
 from jaxrl_async.ports.rollout import Scorer
@@ -247,7 +247,7 @@ class JudgedSteps:
     """StepRewards from the judge: each step's number, 0 to 1, divided by the number of steps."""
 
     def __init__(
-        self, desk: JudgeDesk, judge: JudgeSection, rubric: str, transcripts: Transcripts
+        self, desk: JudgeService, judge: JudgeSection, rubric: str, transcripts: Transcripts
     ) -> None:
         self._desk, self._judge, self._rubric = desk, judge, rubric
         self._transcripts = transcripts

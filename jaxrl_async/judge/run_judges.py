@@ -7,7 +7,13 @@ from typing import Literal
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.judge.judge import JudgeDesk, JudgeScorer, Transcripts, judge_cache_file, make_desk
+from jaxrl_async.judge.judge import (
+    JudgeScorer,
+    JudgeService,
+    Transcripts,
+    judge_cache_file,
+    make_desk,
+)
 from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -44,7 +50,7 @@ class RunJudges:
         """
         self._reward, self._tokenizer, self._count = config.reward, tokenizer, faults.add
         self._judge = judge = config.reward.judge
-        self._desk: JudgeDesk | None = None
+        self._desk: JudgeService | None = None
         self._rubric: Rubric | None = None
         if judge is not None:
             self._desk = make_desk(judge, faults.add, outages)

@@ -1,1 +1,1 @@
-"""Wing: runs on GKE and on Ray."""
+"""Wing: launch runs on GKE and on Ray."""

@@ -1,4 +1,4 @@
-"""How many samplers a run needs, from the lines of its metrics.jsonl."""
+"""Compute how many samplers a run needs from the lines of its metrics.jsonl."""
 
 import json
 import math
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 WINDOW = 5
-"""Fewest steps over which the need is measured after each change of the number."""
+"""Minimum number of steps over which the need is measured after each change of the number."""
 WINDOW_S = 10.0
-"""Least time that these steps take, seconds: samplers report how busy they are once in a while."""
+"""Minimum duration of these steps, seconds: samplers report only from time to time how busy they
+are."""
 NEEDED = ("time/step_s", "time/wait_data_s", "sampler/idle_share", "sampler/living")
-"""What a step's metrics must have to count."""
+"""Metrics that a step must have to count."""
 CHANGES = ("faults/samplers_joined", "faults/samplers_left", "faults/samplers_cut_off")
-"""Counts that are 0 in a step that had the same samplers from its start to its end."""
+"""Counts that are 0 in a step that had the same samplers from start to end."""
 MUCH_WAITING, LITTLE_WAITING = 0.15, 0.05
 """Shares of the trainer's time: above the first, samplers may be added; below the second, one may
 be removed."""
@@ -21,7 +22,7 @@ be removed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Who waited for whom over some steps."""
+    """Time shares in which trainer and samplers waited for each other over some steps."""
 
     trainer_waits: float  # share of the time in which too few groups were ready
     sampler_idles: float  # share of the time in which samplers had nothing to decode
@@ -42,15 +43,16 @@ def demand_of(lines: Sequence[Mapping[str, float]]) -> Demand:
 def wanted_samplers(demand: Demand, now: int, least: int, most: int) -> int:
     """Return how many samplers there should be.
 
-    So many that the trainer would not wait, and samplers would not idle:
-    now * (1 - sampler_idles) / (1 - trainer_waits). Up at once, to twice as many at most; down one
-    by one, and only if those that stay suffice. If both wait (max_staleness 0), nothing changes.
+    The result is the number at which neither the trainer nor the samplers would wait:
+    now * (1 - sampler_idles) / (1 - trainer_waits). It rises immediately, at most to twice the
+    present number. It falls one by one, and only if the remaining samplers suffice. If both
+    sides wait (max_staleness 0), nothing changes.
 
     Args:
-        demand: What was measured with `now` samplers.
-        now: Number of samplers at work.
-        least: Fewest samplers to keep.
-        most: Most samplers to have.
+        demand: Measured with `now` samplers.
+        now: Number of running samplers.
+        least: Minimum number of samplers.
+        most: Maximum number of samplers.
     """
     busy = now * (1 - demand.sampler_idles)
     needed = busy / max(1 - demand.trainer_waits, 1e-3)
@@ -63,8 +65,8 @@ def wanted_samplers(demand: Demand, now: int, least: int, most: int) -> int:
 
 
 def steps_in(text: bytes) -> list[Mapping[str, float]]:
-    """Return the steps in a piece of metrics.jsonl; lines that are torn, or of no step, are left
-    out."""
+    """Return the steps in a piece of metrics.jsonl, without lines that are torn or belong to no
+    step."""
     steps: list[Mapping[str, float]] = []
     for raw in text.split(b"\n"):
         try:
@@ -79,10 +81,10 @@ def steps_in(text: bytes) -> list[Mapping[str, float]]:
 def measured_steps(
     steps: Sequence[Mapping[str, float]], samplers: int
 ) -> Sequence[Mapping[str, float]]:
-    """Return the newest steps by which the need can be told; none if they are too few yet.
+    """Return the newest steps from which the need can be computed; none if there are too few yet.
 
-    In all of them as many samplers were at work throughout. A process that has started is not yet
-    at work: it joins, and gets the weights, first.
+    The same number of samplers was running throughout all of them. A started process does not
+    count as running until it has joined and received the weights.
     """
     newest = takewhile(
         lambda step: step["sampler/living"] == samplers and not any(step.get(k) for k in CHANGES),

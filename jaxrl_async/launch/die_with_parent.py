@@ -1,7 +1,7 @@
 """python -m jaxrl_async.launch.die_with_parent PARENT_PID COMMAND...: COMMAND ends with its parent.
 
-Runs COMMAND in place of itself, with the signals of a fresh process (a parent may have blocked
-SIGINT). If the parent dies, however it does, the command gets SIGTERM (on Linux).
+Replaces itself with COMMAND, with the signal handlers of a new process (a parent may have blocked
+SIGINT). If the parent dies in any way, the command gets SIGTERM (on Linux).
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl.h: the signal that a process gets when its parent dies."""
+"""From linux/prctl.h: sets the signal that a process gets when its parent dies."""
 USAGE = "usage: python -m jaxrl_async.launch.die_with_parent PARENT_PID COMMAND..."
 
 

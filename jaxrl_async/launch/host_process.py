@@ -1,4 +1,4 @@
-"""One process on one host of a cluster, driven from afar: the body of a Ray actor."""
+"""One process on one host of a cluster, controlled remotely: the body of a Ray actor."""
 
 import contextlib
 import os
@@ -16,38 +16,38 @@ from jaxrl_async.launch.supervisor import HostTask
 from jaxrl_async.run.distributed import ask_metadata, find
 
 TAIL_BYTES = 1 << 20
-"""Most bytes of a file's end that one call reads: some hundreds of steps' metrics."""
+"""Maximum bytes that one call reads from a file's end: metrics of a few hundred steps."""
 
 
 class HostProcess:
-    """Starts a command as a process of its own, and says how it does.
+    """Starts a command as a separate process, and reports its state.
 
-    A process, so that JAX starts fresh each time and takes only itself along when it aborts. It
-    ends with this one (launch/die_with_parent.py), and shares its output.
+    In a separate process JAX starts fresh each time, and an abort ends only that process. The
+    process ends with this one (launch/die_with_parent.py), and shares its output.
     """
 
     def __init__(self, folder: str) -> None:
-        """Start nothing yet. folder: where commands run, if this host has it."""
+        """Start nothing yet. folder: the commands' working directory, if this host has it."""
         self._folder = folder if os.path.isdir(folder) else str(Path.home())
         self._child: subprocess.Popen[bytes] | None = None
-        self._config: Path | None = None  # file of the command that runs
+        self._config: Path | None = None  # the running command's file
 
     def place(self) -> int:
-        """Return this host's number in its TPU slice; 0 without one."""
+        """Return this host's index in its TPU slice; 0 without one."""
         if not has_tpu():
             return 0
         found = find(DistributedSection(), os.environ, ask_metadata)
         return 0 if found is None else found.process_id
 
     def free_port(self) -> int:
-        """Return a port that nobody listens at now."""
+        """Return a port that is currently free."""
         with socket.socket() as one:
             one.bind(("", 0))
             port: int = one.getsockname()[1]
             return port
 
     def start(self, task: HostTask) -> int:
-        """Start a command, in place of one that still runs; return its process id."""
+        """Start a command, replacing one that still runs; return its process id."""
         self.end(0.0)
         words: Sequence[str] = task.words
         if task.config:
@@ -78,7 +78,7 @@ class HostProcess:
             self._child.send_signal(number)
 
     def end(self, within_s: float) -> None:
-        """End the process: by SIGTERM, and by SIGKILL if it takes longer."""
+        """End the process with SIGTERM, then SIGKILL after within_s seconds."""
         if self._child is not None and self._child.poll() is None:
             self._end_child(self._child, within_s)
         if self._config is not None:
@@ -94,7 +94,7 @@ class HostProcess:
         child.wait()
 
     def tail(self, path: str) -> bytes:
-        """Return the end of a file, 1 MiB at most; b"" if it is not there."""
+        """Return the end of a file, at most 1 MiB; b"" if it does not exist."""
         try:
             with open(Path(self._folder) / path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)

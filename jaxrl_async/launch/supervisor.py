@@ -1,15 +1,16 @@
-"""A trainer and its samplers on a cluster: start them, restart what dies, add and remove samplers.
+"""Supervise a trainer and its samplers on a cluster: start, restart, add and remove processes.
 
     what ends                       what follows
     trainer, code 0                 the samplers are ended; the run is done
-    trainer, code 75 (preempted)    it starts again, and resumes; so does one whose host is lost
-    trainer, code 2                 the configuration is wrong: the end
-    trainer, any other code         it starts again, at most max_restarts times
-    a sampler                       it starts again, without end, later after each failure in a row
+    trainer, code 75 (preempted)    it restarts and resumes; also if its host was lost
+    trainer, code 2                 the configuration is wrong: the run ends
+    trainer, any other code         it restarts, at most max_restarts times
+    a sampler                       it restarts, without limit, later after each failure in a row
     everything, after stop()        the trainer saves and ends, then the samplers
 
-The fleet has no thread and no clock of its own: whoever owns it calls `step` about once a second.
-It knows no cluster either, only groups (a role's processes, one on each host) that one places.
+The supervisor has neither a thread nor a clock: its owner calls `step` about once a second. It does
+not know the cluster either, only groups that a cluster places (a role's processes, one on each
+host).
 """
 
 import signal
@@ -25,25 +26,25 @@ from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 LOST = -1
-"""Code of a process that went with its host."""
+"""Code of a process whose host was lost."""
 CONFIG_CODE = 2
-"""Exit code of a wrong command line or configuration."""
+"""Exit code for a wrong command line or configuration."""
 STEADY_S = 60.0
-"""A process that lived as long has not failed in a row, seconds."""
+"""Lifetime after which a process's failure no longer counts as one in a row, seconds."""
 LEAVE_S = 60.0
 """Time that a sampler has to hand its requests back, seconds."""
 LOOK_S = 2.0
-"""Time between two looks at the run's metrics, seconds."""
+"""Interval between two reads of the run's metrics, seconds."""
 PLACE_S = 60.0
-"""A group that has no hosts after so long is told of, seconds."""
+"""Time after which a group without hosts is reported, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTask:
-    """What one host of a group runs."""
+    """The command that one host of a group runs."""
 
     words: tuple[str, ...]  # the command; "{config}" becomes the path of a file with `config`
-    env: Mapping[str, str] = field(repr=False)  # variables besides the host's own; a secret, too
+    env: Mapping[str, str] = field(repr=False)  # additional variables; may hold a secret
     config: str = ""
 
 
@@ -54,37 +55,37 @@ class Group(Protocol):
         """Return whether the hosts have been found. Does not wait."""
 
     def address(self) -> str:
-        """Return HOST:PORT for the trainer: the first host, and a port that was free there."""
+        """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""
 
     def start(self, tasks: Callable[[str], Sequence[HostTask]]) -> None:
-        """Start a process on each host; what still runs there is killed: it waits for who ended.
+        """Start a process on each host. Processes that still run there are killed.
 
         tasks: the coordinator's HOST:PORT -> one task a host.
         """
 
     def codes(self) -> tuple[int | None, ...]:
-        """Return each process's exit code; None: it runs, LOST: its host is gone."""
+        """Return each process's exit code; None: it is running, LOST: its host is gone."""
 
     def send(self, number: int) -> None:
-        """Send a signal to all processes that run."""
+        """Send a signal to all running processes."""
 
     def tail(self, path: str) -> bytes:
-        """Return the end of a file of the first host; b"": nothing."""
+        """Return the end of a file on the first host; b"" if there is no such file."""
 
     def close(self) -> None:
-        """End whatever runs, and give the hosts back."""
+        """End all processes and release the hosts."""
 
 
 class Cluster(Protocol):
     """Finds hosts."""
 
     def place(self, hardware: Hardware, name: str) -> Group:
-        """Ask for the hosts of a group. Does not wait for them."""
+        """Request the hosts of a group. Does not wait for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpkeepPlan:
-    """What a fleet runs."""
+    """The processes to keep running."""
 
     trainer: Hardware
     sampler: Hardware
@@ -92,39 +93,39 @@ class UpkeepPlan:
     most: int
     max_restarts: int  # of the trainer after failures
     metrics: str  # path of the run's metrics.jsonl on the trainer's host
-    trainer_tasks: Callable[[str, str], Sequence[HostTask]]  # (where it listens, coordinator)
-    sampler_tasks: Callable[[str, str], Sequence[HostTask]]  # (what to join, coordinator)
+    trainer_tasks: Callable[[str, str], Sequence[HostTask]]  # (listen address, coordinator)
+    sampler_tasks: Callable[[str, str], Sequence[HostTask]]  # (address to join, coordinator)
 
 
 class Phase(StrEnum):
     WAITING = "waiting"  # until it may start
     PLACING = "placing"  # until there are hosts
     RUNNING = "running"
-    LEAVING = "leaving"  # was told to end
+    LEAVING = "leaving"  # got the signal to end
 
 
 @dataclass(slots=True)
 class KeptPlace:
-    """One place for a sampler."""
+    """One slot for a sampler."""
 
     number: int
     phase: Phase = Phase.WAITING
     group: Group | None = None
-    since_s: float = 0.0  # of the phase
+    since_s: float = 0.0  # start of the phase
     start_at_s: float = 0.0
     failures: int = 0  # in a row
-    joined: str = ""  # address of the trainer that it was told
-    missed: bool = False  # was said to have no hosts
-    retired: bool = False  # not wanted any more
+    joined: str = ""  # address of the trainer that it got
+    missed: bool = False  # was reported to have no hosts
+    retired: bool = False  # no longer wanted
 
 
 def restart_wait_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row: 2, 4, 8 ... 60 seconds."""
+    """Return the wait after this many failures in a row: 2, 4, 8 ... 60 seconds."""
     return backoff_s(1.0, failures) if failures else 0.0
 
 
 def outcome(codes: Sequence[int | None]) -> int | None:
-    """Return how a group has ended: as the first that failed; None while all others run."""
+    """Return a group's exit code: its first failure's, if any; None while the others run."""
     failed = [code for code in codes if code not in (None, 0)]
     if LOST in failed:
         return LOST
@@ -138,17 +139,17 @@ def _say(text: str) -> None:
 
 
 class Upkeep:
-    """Runs a plan; `step` does what is due and returns the exit code once all has ended."""
+    """Runs a plan; `step` does what is due and returns the exit code once everything has ended."""
 
     def __init__(
         self, plan: UpkeepPlan, cluster: Cluster, *, say: Callable[[str], None] = _say
     ) -> None:
-        """Place nothing yet. say: takes each line about what happens."""
+        """Place nothing yet. say: called with each line to report."""
         self._plan, self._cluster, self._say = plan, cluster, say
         self._trainer: Group | None = None
         self._runs = False  # whether the trainer's processes were started
         self._restarts, self._trainer_at_s = 0, 0.0
-        self._trainer_since_s, self._trainer_missed = 0.0, False  # since it has no hosts
+        self._trainer_since_s, self._trainer_missed = 0.0, False  # time since which it has no hosts
         self._seats = [KeptPlace(number=n) for n in range(plan.least)]
         self._stopped = False
         self._result: int | None = None
@@ -156,11 +157,11 @@ class Upkeep:
 
     @property
     def samplers(self) -> int:
-        """Samplers at work."""
+        """Number of running samplers."""
         return sum(seat.phase is Phase.RUNNING for seat in self._seats)
 
     def stop(self, number: int) -> None:
-        """Let the trainer save and end as it does on this signal, then the samplers."""
+        """Send this signal to the trainer, which saves and ends; then end the samplers."""
         self._stopped = True
         if self._trainer is not None and self._runs:
             self._trainer.send(number)
@@ -182,7 +183,7 @@ class Upkeep:
         return self._result
 
     def close(self) -> None:
-        """End everything at once."""
+        """End everything immediately."""
         for group in [self._trainer, *(seat.group for seat in self._seats)]:
             if group is not None:
                 group.close()
@@ -211,7 +212,7 @@ class Upkeep:
             self._trainer_ended(code, now_s)
 
     def _trainer_ended(self, code: int, now_s: float) -> None:
-        """Decide what follows; its hosts are given back if one is lost, or none is needed."""
+        """Decide what follows; release the hosts if one is lost, or none is needed."""
         assert self._trainer is not None
         self._runs = False
         what = "its host was lost" if code == LOST else f"ended with code {code}"
@@ -226,7 +227,7 @@ class Upkeep:
             wait_s = restart_wait_s(self._restarts) if failed else 0.0
             self._trainer_at_s = now_s + wait_s
             count = f"restart {self._restarts} of {self._plan.max_restarts}" if failed else ""
-            self._say(f"trainer: {what}; it starts again and resumes in {wait_s:.0f} s {count}")
+            self._say(f"trainer: {what}; it restarts and resumes in {wait_s:.0f} s {count}")
         if code == LOST or self._result is not None:
             self._trainer.close()
             self._trainer = None
@@ -255,7 +256,7 @@ class Upkeep:
         seat.phase, seat.since_s, seat.missed = phase, now_s, False
 
     def _free(self, seat: KeptPlace, now_s: float) -> None:
-        """Give a seat's hosts back; it waits to start again."""
+        """Release a sampler slot's hosts; it waits to restart."""
         if seat.group is not None:
             seat.group.close()
         seat.group = None
@@ -270,11 +271,11 @@ class Upkeep:
             self._say(f"sampler {seat.number}: starts, and joins {address}")
             self._enter(seat, Phase.RUNNING, now_s)
         elif self._runs and now_s - seat.since_s > PLACE_S and not seat.missed:
-            seat.missed = True  # while the trainer does not run its hosts may be there, unused
+            seat.missed = True  # its hosts may be ready while the trainer is down
             self._say_missed(f"sampler {seat.number}", self._plan.sampler)
 
     def _say_missed(self, who: str, hardware: Hardware) -> None:
-        self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; it starts when there are")
+        self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
 
     def _step_running(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
         code = outcome(group.codes())
@@ -282,7 +283,7 @@ class Upkeep:
             self._trainer.address() != seat.joined
         )  # fmt: skip
         if code is None and (over or moved):
-            group.send(signal.SIGTERM)  # it hands back what it has not finished
+            group.send(signal.SIGTERM)  # it hands unfinished requests back
             self._enter(seat, Phase.LEAVING, now_s)
         elif code is not None:
             kind = code not in (0, PREEMPTED_CODE)
@@ -290,24 +291,24 @@ class Upkeep:
             seat.failures = (0 if steady else seat.failures) + kind
             seat.start_at_s = now_s + restart_wait_s(seat.failures)
             what = "its host was lost" if code == LOST else f"ended with code {code}"
-            again = "" if over else f"; again in {restart_wait_s(seat.failures):.0f} s"
+            again = "" if over else f"; restarts in {restart_wait_s(seat.failures):.0f} s"
             self._say(f"sampler {seat.number}: {what}{again}")
             self._free(seat, now_s)
 
-    # ---- how many
+    # ---- number of samplers
 
     def _scale(self, now_s: float) -> None:
-        """Change the number of samplers once enough steps were seen with the present one."""
+        """Change the number of samplers once enough steps were measured with the present one."""
         if self._plan.least == self._plan.most or not self._runs or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
         assert self._trainer is not None
         staying = [seat for seat in self._seats if not seat.retired]
-        staying.sort(key=lambda seat: seat.missed)  # those without hosts last: none may come
+        staying.sort(key=lambda seat: seat.missed)  # slots without hosts last
         now = sum(not seat.missed for seat in staying)
         seen = measured_steps(steps_in(self._trainer.tail(self._plan.metrics)), now)
         if not seen:
-            return  # some are still to come, or to go
+            return  # some are still joining or leaving
         demand = demand_of(seen)
         wanted = wanted_samplers(demand, now, self._plan.least, self._plan.most)
         if wanted == now or now < wanted <= len(staying):

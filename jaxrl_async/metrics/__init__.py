@@ -1,1 +1,1 @@
-"""Metrics: their declarations, how they are written, and where they are sent."""
+"""Metrics: their declarations, how they are written, and the destinations they are sent to."""

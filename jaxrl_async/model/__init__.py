@@ -1,2 +1,2 @@
-"""The policy: families, layers, attention and its kernels, the KV cache, LoRA, and how weights are
-read and written."""
+"""The policy: families, layers, attention and its kernels, the KV cache, LoRA, and reading and
+writing of weights."""

@@ -1,10 +1,10 @@
-"""Attention on pages of latent attention (latent.py) by our own TPU kernel: decode steps, prompts.
+"""Latent attention (latent.py) on pages with a custom TPU kernel, for decode steps and prompts.
 
-All heads share one key a token, which is the value, too. So a page is a matrix [G, W] of its
-tokens, which fill the tiles of a TPU's memory. A program of the kernel has some queries of one
-sequence in all heads, one matrix, and walks over the pages that they see, some at a time, with the
-softmax of flash attention (Dao et al. 2022, arXiv:2205.14135). Programs run one after the other,
-and while one computes, what it or the next one needs first is copied.
+All heads share one key per token, which is also the value. A page is therefore a matrix [G, W] of
+its tokens, which fills the tiles of a TPU's memory. A program of the kernel has some queries of one
+sequence in all heads, as one matrix, and loops over blocks of the pages that they see, with the
+softmax of flash attention (Dao et al. 2022, arXiv:2205.14135). Programs run one after the other;
+while one computes, the next block, or the next program's first block, is copied.
 """
 
 from functools import partial
@@ -21,13 +21,13 @@ from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.query_blocks import plan_of
 
 MASKED = -1e30
-"""Score of what is not seen."""
+"""Score of keys that are not visible."""
 BUFFER_BYTES = 2**20
-"""Bytes of a block of pages, about; there are two."""
+"""Approximate bytes of a block of pages; two blocks are buffered."""
 MOST_ROWS = 512
-"""Rows of a program's matrix of queries, in all heads, if a query has fewer."""
+"""Maximum rows of a program's matrix of queries in all heads, if one query has fewer."""
 SCORES = 2**18
-"""Scores of a program with a block of pages at most, about."""
+"""Approximate maximum number of scores of a program with a block of pages."""
 ROWS_OF_TILE = 16
 """Rows that fill a tile of numbers of 16 bits, and two of 32."""
 
@@ -46,21 +46,21 @@ def attend_latent_pages(
     mesh: Mesh | None = None,
     interpret: Any = False,
 ) -> Array:
-    """Attend with queries of several sequences to their pages: [t, H, rank], 0 behind the last
-    query; arguments as of kernels.ragged_paged, whose docstring gives them.
+    """Attend with queries of several sequences to their pages: [t, H, rank], 0 after the last
+    query. See kernels.ragged_paged for the arguments.
 
     Args:
         q_tHK: queries, of the pages' type.
-        pages: [P, G, W]: a key of K numbers for each token, and zeros up to a multiple of 128.
-        kv_lens: tokens of each sequence, its queries' included.
+        pages: [P, G, W]: a key of K numbers for each token, padded with zeros to a multiple of 128.
+        kv_lens: tokens of each sequence, including its queries.
         page_indices: [seqs, pages of a sequence].
-        cu_q_lens: where the queries of each sequence begin.
-        num_seqs: sequences that count.
-        scoring: must be PLAIN: no model of latent attention has a window or a cap.
+        cu_q_lens: start of the queries of each sequence.
+        num_seqs: number of valid sequences.
+        scoring: must be PLAIN: no model with latent attention has a window or a cap.
         sinks_H: must be None.
-        rank: numbers of a key that are its value, from the first on.
-        mesh: heads are divided over tensor, if it divides them; None: one device.
-        interpret: pallas_call's.
+        rank: width of the value, which is the first part of the key.
+        mesh: heads are divided over tensor, if divisible; None: one device.
+        interpret: pallas_call's argument.
     """
     assert scoring == PLAIN and sinks_H is None, "latent attention has no windows, caps or sinks"
     call = partial(_call, rank=rank, interpret=interpret)
@@ -99,7 +99,7 @@ def _call(
     count, values = max(1, most), min(W, -(-rank // 128) * 128)
     plan = plan_of(t, queries, kv_lens, cu_q_lens, num_seqs)
     blocks = -(-plan.end // (count * G))
-    slots = (jnp.cumsum(blocks) - blocks) % 2  # where each program's first block is
+    slots = (jnp.cumsum(blocks) - blocks) % 2  # slot of each program's first block
     q = jnp.pad(q, ((0, queries - 1), (0, heads - H), (0, W - K)))
     rows = queries * heads
     out = pl.pallas_call(
@@ -152,9 +152,9 @@ def _attend(
     *,
     scale: float,
 ) -> None:
-    """Attend for one program, whose queries and first block are on their way already. Those that
-    have queries come first; queries behind a sequence's last are the next one's, whose program
-    writes their result after this."""
+    """Attend for one program; the copies of its queries and first block have already started.
+    Programs with queries come first. Queries after a sequence's last one belong to the next
+    sequence, whose program overwrites their result later."""
     i, last = pl.program_id(0), pl.num_programs(0) - 1
     _, count, G, W = buffers.shape
     n, heads, values = result.shape
@@ -187,7 +187,7 @@ def _attend(
 
     @pl.when((i == 0) & (blocks[0] > 0))
     def begin() -> None:
-        buffers[...] = jnp.zeros_like(buffers)  # what no page fills must be finite
+        buffers[...] = jnp.zeros_like(buffers)  # parts without a page must be finite
         copy_queries(0).start()
         move(0, 0, 0, start=True)
 

@@ -1,5 +1,5 @@
-"""Which queries each program of a kernel on pages has: one of a decode step, or some of a prompt's.
-Of TPUs and GPUs alike."""
+"""The queries of each program of a kernel on pages: one of a decode step, or a block of a prompt's.
+Shared by the kernels for TPUs and GPUs."""
 
 from typing import NamedTuple
 
@@ -7,19 +7,21 @@ import jax.numpy as jnp
 from jax import Array
 
 
-class Plan(NamedTuple):
-    """Which queries each block of programs has, [blocks] int32 each."""
+class QueryPlan(NamedTuple):
+    """The queries of each block of programs, [blocks] int32 each."""
 
     sequence: Array
-    first: Array  # query, of all sequences' together
-    queries: Array  # how many; 0: the block has none
-    position: Array  # of the first query in its sequence
+    first: Array  # index of the first query among the queries of all sequences
+    queries: Array  # number of queries, maybe 0
+    position: Array  # position of the first query in its sequence
     begin: Array  # position of the sequence's first query
-    end: Array  # position behind the last query's; 0: the block has no queries, and reads nothing
+    end: Array  # position after the last query; 0: the block has no queries, and reads nothing
 
 
-def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
-    """Divide the queries of sequences into blocks of at most so many."""
+def plan_of(
+    tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array
+) -> QueryPlan:
+    """Divide the queries of sequences into blocks of at most `queries`."""
     S = kv_lens.shape[0]
     lengths = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
     blocks_of = (lengths + queries - 1) // queries
@@ -32,4 +34,4 @@ def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seq
     begin = (kv_lens - lengths)[sequence]
     position = begin + done
     end = jnp.where(count > 0, position + count, 0)
-    return Plan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)
+    return QueryPlan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)

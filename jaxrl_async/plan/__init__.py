@@ -1,4 +1,4 @@
-"""Wing: what a run needs and how fast it would be on given hardware, without the hardware."""
+"""Wing: estimate a run's memory and speed on given hardware, without the hardware."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The plan of a run: both sides' programs, memory and times, and the run as a whole."""
+"""The plan of a run: both sides' programs, memory and times, and the whole run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,11 +57,11 @@ PACKING = 0.95
 PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
 HOST_LINK_BYTES_PER_S = 8e9
-"""Assumed between a device and its host's memory (PCIe), in one direction."""
+"""Assumed bandwidth between a device and its host's memory (PCIe), in one direction."""
 HOP_S = 0.01
-"""Assumed delay of a piece of weights in a sampler that passes it on, seconds."""
+"""Assumed delay of a piece of weights in a sampler that forwards it, seconds."""
 BLOCK_S = 0.5e-3
-"""The host's work on a decode block, seconds."""
+"""Assumed host time for a decode block, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Side:
 
     where: Slice
     programs: tuple[Compiled, ...]
-    timings: Mapping[str, Timing]  # by program, without those that the compiler refused
+    timings: Mapping[str, Timing]  # by program, without rejected ones
     memory: Memory
 
 
@@ -78,7 +78,7 @@ class Side:
 class DecodeLoad:
     """The work of a sampler in a decode step at the mean context."""
 
-    rows: int  # sequences that decode at once
+    rows: int  # sequences that decode at the same time
     context: float  # tokens of each
     read_bytes: float  # KV that a device reads in a step
     kernel: Kernel | None = None  # what it computes on the pages in a step; None: gathers them
@@ -95,13 +95,13 @@ class Decode:
 
     load: DecodeLoad
     step_s: float
-    account: Mapping[str, float]  # shares of it
+    account: Mapping[str, float]  # shares of step_s
     prefill_token_s: float
-    tokens_per_s: float  # drawn; time includes the prompts' prefill
+    tokens_per_s: float  # generated; time includes the prompts' prefill
 
     @property
     def bandwidth_share(self) -> float:
-        """Share of HBM's bandwidth that reading weights and KV cache once per step takes."""
+        """Share of HBM's bandwidth for reading weights and KV cache once per step."""
         return self.account["weights"] + self.account["KV cache"]
 
 
@@ -113,21 +113,21 @@ class Learning:
     micro_batches: float
     step_s: float
     account: Mapping[str, float]  # shares of the gradient's time, rows full of one sequence each
-    tokens_per_s: float  # answers' tokens
+    tokens_per_s: float  # answer tokens
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation of the gradient's program."""
+        """Model FLOPs utilization of the gradient program."""
         return self.account["model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenSlices:
-    """What the trainer's slices send to each other over the data center network in a step."""
+    """Traffic between the trainer's slices over the data center network in a step."""
 
     slices: int
-    bytes_of_device: float  # that each device sends
-    seconds: float  # at its share of its host's network cards, of the step
+    bytes_of_device: float  # sent by each device
+    seconds: float  # per step, at the device's share of its host's network cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +146,14 @@ class Together:
 
     learning: Learning
     decode: Decode
-    transfer_s: float  # at the rates that were measured of the transport
-    bound_s: float  # the same at the network cards' line rate, which nothing has reached
-    transport: Transport | None  # what carries the weights; None: the slice's own links
+    transfer_s: float  # at the transport's measured rates
+    bound_s: float  # the same at the network cards' line rate, an upper bound
+    transport: Transport | None  # carries the weights; None: the slice's own links
     between_slices: BetweenSlices | None  # None: the trainer has one slice
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
-    outcome: SimulationResult | None  # simulated; None: both sides work in turns, on the same chips
-    in_turns_tokens_per_s: float  # answers' tokens, if they did
+    outcome: SimulationResult | None  # simulated; None: both sides alternate on the same chips
+    in_turns_tokens_per_s: float  # answer tokens, if they alternated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,14 @@ class Plan:
     num_samplers: int
     trainer: Side
     sampler: Side
-    together: Together | None  # None: the compiler refused a program, so there are no times
+    together: Together | None  # None: the compiler rejected a program
     lengths: Histogram
     checkpoint_bytes: float
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepts every program and both sides' memory is enough."""
+        """Whether the compiler accepts every program and both sides fit their memory."""
         return bool(self.together and self.trainer.memory.fits and self.sampler.memory.fits)
 
 
@@ -190,7 +190,7 @@ def plan_run(
         lengths: of answers, tokens.
 
     Raises:
-        ConfigError, CheckpointError, MeshError: no plan can be made of the run.
+        ConfigError, CheckpointError, MeshError: the run cannot be planned.
     """
     check(config)
     spec = spec_of(config)
@@ -315,16 +315,16 @@ def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogr
 
 
 def pages_at(kv: MemoryPlan, context: float) -> float:
-    """Return the pages of a sequence of this length, the mean over where in a page it ends: of
-    layers with a window at most those that it keeps."""
+    """Return the pages of a sequence of this length, on average over its end position in a page;
+    for layers with a window at most the pages that it keeps."""
     whole = context / kv.page_tokens + 1
     kept = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
     return sum(min(whole, pages) for pages in kept)
 
 
 def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
-    """Return how many tokens' KV a row reads in a step, the mean over the layers with KV: of one
-    with a window the pages that hold it."""
+    """Return how many tokens' KV a row reads in a step, the mean over the layers with KV. Layers
+    with a window read the pages that hold it."""
     windows = [kind.window for kind in spec.kinds if not kind.is_linear]
     held = {w: (-(-(w - 1) // page_tokens) + 1) * page_tokens if w else context for w in windows}
     return sum(min(context, held[w]) for w in windows) / len(windows)
@@ -340,7 +340,7 @@ def sampler_side(
     """Return a sampler's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "sampler")
     where = places.sampler
-    # Frozen models are taken to be as large as the policy: they are not read here.
+    # Frozen models are assumed to be as large as the policy: they are not read here.
     beside = resident_snapshots(config.seats) + len(frozen_models(config.seats))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
     on_pages = {
@@ -395,7 +395,7 @@ def decode_of(
 
 
 def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
-    """Return the bytes of the embedding if it is only looked up: no step reads it whole."""
+    """Return the bytes of the embedding if it is only looked up, so no step reads all of it."""
     return 0.0 if spec.tied else bytes_per_device(sent["embed"])
 
 
@@ -486,8 +486,8 @@ def best_splits(
     """Return splits of the same chips, fastest first.
 
     The trainer's slice is a power of two whose chips hold their share of its state; the rest are
-    samplers of their present size. Each side's speed per chip is assumed to stay the same. Of two
-    generations there is one split: that of the configuration.
+    samplers of their present size. Each side's speed per chip is assumed to be constant. With two
+    generations there is only the configured split.
     """
     now, own = places.trainer.num_chips, places.sampler.num_chips
     total = now + places.num_samplers * own
@@ -532,18 +532,18 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 def transfer_of(
     config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
 ) -> tuple[float, TransferTree | None]:
-    """Estimate the transfer to all samplers, seconds, and the tree along which it goes.
+    """Estimate the transfer to all samplers, seconds, and the tree that it follows.
 
-    From thread to thread it goes over the slice's links, with a copy for each sampler. Between
-    processes it goes through the hosts: along the tree, or through the memory of the one host.
-    Samplers that span hosts, or that pull from the trainer's devices, pass nothing on: the trainer
-    sends to each of them.
+    Between threads it uses the slice's links, with a copy for each sampler. Between processes it
+    passes through the hosts: along the tree, or through the memory of the one host. Samplers that
+    span hosts, or that pull from the trainer's devices, do not forward weights: the trainer sends
+    to each of them.
 
     Args:
         config, places: The run.
         copy_bytes: One sampler's weights.
-        measured: At the rates of this package's transports (plan/transport_rates.py). False: at the
-            line rate of the hosts' network cards, the upper bound.
+        measured: Use the rates of this package's transports (plan/transport_rates.py). False: use
+            the line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = places.trainer.chip, places.sampler.chip
     sends, takes = places.slices.trainer.size, places.slices.sampler.size
@@ -575,15 +575,15 @@ def transfer_of(
 
 
 def hosts_of(mesh: Any) -> int:
-    """Return how many hosts, and so processes, the devices of a mesh belong to."""
+    """Return the number of hosts, and so of processes, that a mesh's devices belong to."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def between_slices(
     config: schema.Config, trainer: Side, learning: Learning
 ) -> BetweenSlices | None:
-    """Count what the trainer's slices send to each other in a step: each micro-batch's gradient
-    program and each update's, as the compiler wrote them."""
+    """Compute the traffic between the trainer's slices in a step: each micro-batch's gradient
+    program and each update's, as compiled."""
     if trainer.where.count == 1:
         return None
     epochs = config.algorithm.epochs
@@ -605,7 +605,7 @@ def between_slices(
 
 
 def tree_s(tree: TransferTree, samplers: int) -> float:
-    """Return the seconds from publish until the last of so many samplers has the weights."""
+    """Return the seconds from publish until the last sampler has the weights."""
     depth, level, reached = 1, tree.fanout, tree.fanout
     while reached < samplers:
         level *= tree.fanout
@@ -617,15 +617,16 @@ def tree_s(tree: TransferTree, samplers: int) -> float:
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
-    """What is learnt and the optimizer's state; prompts and groups under way are little beside
-    them."""
+    """Return the bytes of the trained weights and the optimizer's state. Prompts and groups in
+    progress are small in comparison."""
     dtype = jnp.dtype(config.model.param_dtype)
     table = trained_table(spec, lora_of(spec, config.model.lora))
     return float(num_in(table) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
 def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
-    """Say of a plan for NVIDIA cards what its numbers are, and what to set for the run."""
+    """Return notes on a plan for NVIDIA cards: the origin of its numbers, and what to set for the
+    run."""
     if not card.is_card:
         return ()
     share = card.usable_bytes / card.memory_bytes
@@ -633,20 +634,20 @@ def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
         needed = f"JAX takes {USUAL_GPU_SHARE:g} of a card, which is enough here"
     else:
         needed = (
-            f"set {gpu_memory().variable}={share:g} where trainer and samplers start: JAX takes "
+            f"set {gpu_memory().variable}={share:g} for trainer and samplers: JAX takes "
             f"{USUAL_GPU_SHARE:g} of a card otherwise, which is not enough here"
         )
     return (
         f"memory: the compiler's own figures for this card, at most {share:g} of its "
         f"{card.memory_bytes / GIB:.1f} GiB; {needed}. Workspaces of cuBLAS and cuDNN are not "
         "counted.",
-        "times: arithmetic, of FLOPs and bytes in the compiled programs "
+        "times: computed from FLOPs and bytes of the compiled programs "
         "(jaxrl_async/plan/pace.py); the compiler gives none, and no card was measured.",
     )
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:
-    """Say in which types the run computes, and list the parts of it that the plan leaves out."""
+    """Return notes on the run's dtypes, and on the parts of it that the plan leaves out."""
     model = config.model
     types = (
         f"computes in {model.computes_in} (model.dtype), weights in {model.param_dtype} "

@@ -1,5 +1,5 @@
-"""The programs of a run, lowered for slices that are not there: from shapes alone, by the same code
-that a run calls. No weights are loaded or made."""
+"""The programs of a run, lowered for described slices: from shapes alone, by the same code that a
+run calls. No weights are loaded or created."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -53,41 +53,41 @@ from jaxrl_async.trainer.update import Frozen, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """One program, not compiled yet."""
+    """One lowered program, before compilation."""
 
     name: str  # gradient, update, logprobs, cast, reshard, prepare, prefill, decode
     side: str  # trainer or sampler
     program: Any  # jax.stages.Lowered
     slice: Slice
     mesh: Mapping[str, int]  # axes and their sizes
-    open_turns: tuple[float, ...] = ()  # turns of loops that end depending on data
-    options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
+    open_turns: tuple[float, ...] = ()  # iterations of data-dependent loops
+    options: Mapping[str, str] = field(default_factory=dict)  # for the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a sampler holds, as shapes with shardings, and how many tokens a prefill takes."""
+    """A sampler's arrays, as shapes with shardings, and its prefill's size."""
 
-    weights: Any  # that it draws from: all, an adapter's beside them
-    sent: Any  # that each version brings: the same, or an adapter alone
+    weights: Any  # that it generates with: all, and an adapter's
+    sent: Any  # sent with each version: all weights, or an adapter
     state: DecodeState
     kv: MemoryPlan
-    chunk_tokens: int  # of the prefill's program
-    prefill_kernel: Kernel | None = None  # of the kernels on the pages in a prefill
-    pair_kernel: Kernel | None = None  # of them for one query and one token, see pair_kernel()
+    chunk_tokens: int  # of the prefill program
+    prefill_kernel: Kernel | None = None  # the kernels on the pages in a prefill
+    pair_kernel: Kernel | None = None  # these kernels for one query and one token: pair_kernel()
 
 
 def check(config: schema.Config) -> None:
-    """Raise ConfigError if no plan can be made of a run."""
+    """Raise ConfigError if a run cannot be planned."""
     if config.run.job != "rl":
         raise ConfigError(
-            f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
+            f"a plan covers a trainer and its samplers, and run.job={config.run.job} has no "
             "samplers. Set run.job=rl."
         )
     if config.teacher is not None and config.teacher.form == "loss":
         raise ConfigError(
-            "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
-            "outside the gradient, or teacher=null."
+            "a plan does not support a teacher in the loss. Set teacher.form=advantage, whose pass "
+            "is outside the gradient, or teacher=null."
         )
     try_own_loss(config.algorithm)
 
@@ -114,7 +114,7 @@ def spec_of(config: schema.Config) -> ModelSpec:
 def lowered(
     config: schema.Config, spec: ModelSpec, places: Places
 ) -> tuple[tuple[Lowered, ...], Held]:
-    """Lower all programs of a run; return them, and what a sampler holds.
+    """Lower all programs of a run; return them and the sampler's arrays.
 
     Raises ConfigError, MeshError.
     """
@@ -126,7 +126,7 @@ def lowered(
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
-    """Lower the programs that bring the weights to one sampler. Raises MeshError."""
+    """Lower the programs that send the weights to one sampler. Raises MeshError."""
     push = make_push(
         config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
     )
@@ -139,8 +139,8 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 def trainer_programs(
     config: schema.Config, spec: ModelSpec, places: Places, cast: Any
 ) -> list[Lowered]:
-    """Lower the trainer's programs: gradient, optimizer's update, the pass for log-probs where a
-    step needs one, and the cast of sent weights.
+    """Lower the trainer's programs: gradient, optimizer update, the log-prob pass if a step needs
+    one, and the cast of sent weights.
 
     Raises ConfigError.
     """
@@ -167,7 +167,7 @@ def trainer_programs(
         tokens = TokenRows(*(getattr(micro, name) for name in TOKENS_OF_A_PASS))
         whole = params if frozen.base is None else beside(frozen.base, params)
         programs["logprobs"] = own.lower(whole, tokens)
-    # The head is computed in a loop over chunks of the tokens whose log-probs are wanted: of all.
+    # The head is computed in a loop over chunks of tokens; log-probs of all tokens are needed.
     chunks = -(-step.micro_rows * config.row_length // config.trainer.logprob_chunk)
     return [
         *(
@@ -185,12 +185,12 @@ def trainer_programs(
 
 
 def holds_reference(config: schema.Config) -> bool:
-    """Return whether the reference lies on the trainer's devices."""
+    """Return whether the reference is on the trainer's devices."""
     return config.refers and "reference" not in config.trainer.offload
 
 
 def pass_columns_of(config: schema.Config) -> frozenset[str]:
-    """Return the columns that passes make before the updates, as the Learner's."""
+    """Return the columns that passes compute before the updates, as in the Learner."""
     columns = pass_columns(
         config.algorithm,
         refers=config.refers,
@@ -203,20 +203,20 @@ TOKENS_OF_A_PASS = ("token_ids", "positions", "segment_ids", "kept", "expert_ids
 
 
 def own_passes(config: schema.Config) -> int:
-    """Return how often a step computes log-probs of the whole batch before its updates, by weights
-    of the policy's own shapes: its own, and a reference's that are kept in host memory."""
+    """Return how often a step computes log-probs of the whole batch before its updates with weights
+    of the policy's shapes: its own, and a reference's that are kept in host memory."""
     return len(pass_columns_of(config) & {"proximal_logprobs", "reference_logprobs"})
 
 
 def runs_reference(config: schema.Config) -> bool:
-    """Return whether the gradient runs the reference."""
+    """Return whether the gradient program runs the reference."""
     return config.refers and "reference_logprobs" not in pass_columns_of(config)
 
 
 def micro_batch(
     config: schema.Config, spec: ModelSpec, step: Update[PolicyObjective]
 ) -> DeviceBatch:
-    """Return the shapes of a micro-batch: the columns that the Learner gives it."""
+    """Return the shapes of a micro-batch, with the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
@@ -248,9 +248,9 @@ def micro_batch(
 def sampler_programs(
     config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
 ) -> tuple[list[Lowered], Held]:
-    """Lower the sampler's programs: what a swap makes of the weights, a prefill, a decode block.
+    """Lower the sampler's programs: the unpacking of weights at a swap, a prefill, a decode block.
 
-    The block has all slots at work and contexts up to max_length. Raises ConfigError.
+    The block has all slots busy and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
@@ -296,9 +296,9 @@ def sampler_programs(
 
 
 def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
-    """Return what the kernels on the pages compute on a device in a prefill of so many tokens, of
-    prompts as long as they may be: each query sees its own token and those before. None: prompts
-    are not prefilled on the pages."""
+    """Return the per-device work of a prefill's kernels on the pages for `tokens` tokens of prompts
+    of the maximum length: each query sees its own token and those before. None: prompts are not
+    prefilled on the pages."""
     pair = pair_kernel(engine)
     if pair is None or not engine.prefills_in_pages:
         return None
@@ -325,7 +325,7 @@ def pair_kernel(engine: EngineSpec) -> Kernel | None:
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
-    """Return the arguments of one round of prefill, of prompts as long as they may be."""
+    """Return the arguments of one round of prefill, for prompts of the maximum length."""
     section = config.sampler
     if sizes := prefill_sizes(engine, section.prefill_chunk):
         return make_chunk([], sizes[-1], engine).args
@@ -352,7 +352,7 @@ def _pages(tokens: int, page_tokens: int) -> int:
 
 
 def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = None) -> Any:
-    """Return the shapes of what is learnt on the trainer's mesh, all weights or an adapter.
+    """Return the shapes of the trained weights on the trainer's mesh: all, or an adapter.
 
     dtype: None: model.param_dtype.
     """
@@ -361,7 +361,7 @@ def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = Non
 
 
 def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
-    """Return the shapes of what an adapter changes, as the trainer holds it, maybe quantised; None:
+    """Return the shapes of an adapter's base weights on the trainer, possibly quantized; None:
     nothing is frozen."""
     if config.model.lora is None:
         return None
@@ -389,7 +389,7 @@ def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> float:
-    """Return the bytes of arrays or their shapes on the device that has most."""
+    """Return the bytes of arrays or their shapes on the device with the most."""
     return float(
         sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

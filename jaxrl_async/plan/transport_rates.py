@@ -1,9 +1,9 @@
-"""What this package's own transports of weights carry between processes, as measured.
+"""Measured rates of this package's transports of weights between processes.
 
-One process of the trainer to one sampler process, both on one machine of two cores without a
-network between them (docs/benchmarks.md, "Weights to samplers in other processes"). A process is
-planned with no more than that, even if its network cards allow more. More cores may carry more,
-which was not measured. The cards' line rate is an upper bound; no transport here has reached it.
+One trainer process to one sampler process, both on one machine with two cores and no network
+between them (docs/benchmarks.md, "Weights to samplers in other processes"). A plan gives a process
+no more than that, even if its network cards allow more. More cores may carry more, which was not
+measured. The cards' line rate is an upper bound; no transport here has reached it.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from jaxrl_async.config import schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """One way of weights between two processes."""
+    """One transport of weights between two processes."""
 
     name: str
-    bytes_per_s: float | None  # of one process; None: as much as the network, for it was not run
+    bytes_per_s: float | None  # of one process; None: never run, the network's rate is used
     send_cpu_s_per_gb: float | None = None  # of the trainer's processes; None: not measured
     take_cpu_s_per_gb: float | None = None  # of a sampler's
 
@@ -28,23 +28,23 @@ TRANSPORTS: Mapping[str, Transport] = {
     ),
     "tcp": Transport(name="TCP", bytes_per_s=2.2e9, send_cpu_s_per_gb=0.33, take_cpu_s_per_gb=0.23),
     "folder": Transport(name="a folder", bytes_per_s=3.5e9),
-    # 0.42e9 between CPU devices, which copy through gRPC; between accelerators never run
+    # 0.42e9 between CPU devices, which copy through gRPC; never run between accelerators
     "device": Transport(name="device to device, never measured", bytes_per_s=None),
 }
-"""By remote.transfer."""
+"""Transports by remote.transfer."""
 
 
 def transport_of(config: schema.Config) -> Transport:
-    """Return what carries the weights to samplers in separate processes."""
+    """Return the transport of weights to samplers in separate processes."""
     here = config.mesh.samplers_in == "processes"
     auto = "shared_memory" if here else "tcp"
     return TRANSPORTS[auto if config.remote.transfer == "auto" else config.remote.transfer]
 
 
 def carried_bytes_per_s(transport: Transport, hosts: int, network_bytes_per_s: float) -> float:
-    """Return what so many processes, one on each host, carry at the same time.
+    """Return the total rate of `hosts` processes, one on each host, at the same time.
 
-    network_bytes_per_s: of all their network cards together.
+    network_bytes_per_s: rate of all their network cards together.
     """
     if transport.bytes_per_s is None:
         return network_bytes_per_s

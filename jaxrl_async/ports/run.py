@@ -11,44 +11,44 @@ class SavesState(Protocol):
     methods starts over."""
 
     def state(self) -> Any:
-        """Return its state between two replies: plain values, lists, mappings and arrays. None: it
-        cannot be continued, and its episode starts over."""
+        """Return its state between two replies: plain values, lists, mappings and arrays. None: the
+        state cannot be saved, and the episode starts over."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Continue from this state; called once, before the first reply."""
+        """Continue from this state. Called once, before the first reply."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """What a sampler must take in between two decode blocks, as it was recorded."""
+    """Recorded inputs that a sampler must take in between two decode blocks."""
 
     requests: tuple[str, ...] = ()  # ids, in the order of their queue
-    cancelled: tuple[str, ...] = ()  # ids of those whose futures were cancelled
+    cancelled: tuple[str, ...] = ()  # ids of requests whose futures were cancelled
     version: int | None = None  # of new weights; None: no new weights
 
 
 class NotYet(Enum):
-    """Nothing may be taken in yet: something else was recorded to happen before."""
+    """Nothing may be taken in yet: another event was recorded before this point."""
 
     NOT_YET = "not yet"
 
 
 class Schedule(Protocol):
-    """Records in which order a run's threads did what; a replay prescribes it. Any thread."""
+    """Records the order of events in a run's threads; a replay prescribes it. Any thread."""
 
     def write(self, **event: Any) -> None:
-        """Record that this event has happened, after all events written before."""
+        """Record this event, after all events written before."""
         ...
 
     def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
-        """Return what this sampler must take in now; None: whatever has come.
+        """Return what this sampler must take in now; None: everything that has arrived.
 
         Args:
             sampler: its name.
             block: number of blocks that it has decoded.
-            working: whether it has something to decode, and could continue without taking anything.
+            working: whether it has something to decode, and could continue without new input.
         """
         ...
 
@@ -60,14 +60,14 @@ class Unrecorded:
         """Do nothing."""
 
     def due(self, sampler: str, block: int, working: bool) -> None:
-        """Return None: whatever has come is taken in."""
+        """Return None: everything that has arrived is taken in."""
 
 
 UNRECORDED = Unrecorded()
 
 
 class Clock(Protocol):
-    """A monotone clock."""
+    """A monotonic clock."""
 
     def __call__(self) -> float:
         """Return the seconds since some fixed moment."""

@@ -10,30 +10,32 @@ from jaxrl_async.types import (
 
 
 class WeightSource(Protocol):
-    """Where one sampler gets new weights from, between two decode blocks."""
+    """The source of new weights for one sampler, polled between two decode blocks."""
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
         """Return the newest complete version if it is newer than the last one returned, else None.
 
-        Never blocks, unless wait=True (an idle sampler): then it finishes a running transfer first.
+        Never blocks, unless wait=True (an idle sampler): it then completes a running transfer
+        first.
         """
         ...
 
     def live(self, version: int) -> None:
-        """Take note that every new token of this sampler comes from this version."""
+        """Record that every new token of this sampler comes from this version."""
         ...
 
     def attach(self, wake: threading.Event) -> None:
-        """Set this event whenever new weights arrive, and now if some are there already."""
+        """Set this event whenever new weights arrive, and now if some already have."""
         ...
 
     def leave(self) -> None:
-        """Stop waiting for this sampler: it draws no more. Callable from any thread. Idempotent."""
+        """Stop waiting for this sampler, which no longer generates. Callable from any thread.
+        Idempotent."""
         ...
 
     def rejoin(self) -> "WeightSource":
         """Return a source for the sampler that replaces this one, which has left. Its first poll
-        gives the newest weights, or None if this sampler drew from them already. Raises Closed."""
+        gives the newest weights, or None if this sampler already used them. Raises Closed."""
         ...
 
 
@@ -69,12 +71,12 @@ class Publisher(Protocol):
         ...
 
     def wait_taken(self) -> None:
-        """Block until every sampler has taken the last weights that were sent. Raises Closed."""
+        """Block until every sampler has taken the last published weights. Raises Closed."""
         ...
 
     def wait_live(
         self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Block until every sampler draws from this version, or the wait is given up. Raises
+        """Block until every sampler generates with this version, or `given_up` returns True. Raises
         WeightsError after timeout_s."""
         ...

@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.outages import ENVIRONMENT, Outages
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
 from jaxrl_async.ports.run import SavesState
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
 from jaxrl_async.rollout.quorum import Quota, first_ended

@@ -11,8 +11,8 @@ import numpy as np
 from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Opens, Plays, Scorer
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeProgress,

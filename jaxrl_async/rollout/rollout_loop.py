@@ -33,9 +33,9 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import Outages
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Gate, Plays, Scorer
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeProgress,

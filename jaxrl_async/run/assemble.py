@@ -1,11 +1,11 @@
-"""From a configuration to parts that know nothing of each other: the builders in order.
+"""Build a run's parts from its configuration: the builders in order.
 
     check_inputs ──> claim the folder ──> policy ──> learner <── checkpoint
                                             │           │
           records ──> buffer ──> samplers ──┴> rollouts └──> trainer        nothing runs yet
 
-Each builder in run/builders/ takes what it needs and returns a record of parts. Those that a
-checkpoint holds restore themselves from it.
+Each builder in run/builders/ takes what it needs and returns a record of parts. Parts whose state
+is in a checkpoint restore themselves from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,15 +57,14 @@ from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 Claim = Callable[[Config], tuple[Config, Paths]]
-"""Makes or finds the run's folder, and holds it; returns the configuration with run.resume settled.
-"""
+"""Creates or finds the run's folder and locks it; returns the configuration with run.resume set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What a job is run with, besides its configuration."""
+    """Context of a job in addition to its configuration."""
 
-    claim: Claim  # called once all that can be checked before has been checked
+    claim: Claim  # called after all checks that need no folder
     stop: Stop  # ends the warm start and, later, the run
     console: Console  # shows progress
     lockstep: Lockstep  # the processes of this run
@@ -74,7 +73,7 @@ class RunContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """What a run begins from: checked, with its folder, and the policy as it is at the start."""
+    """Start of a run: checked inputs, the folder, and the policy as it is at the start."""
 
     config: Config
     inputs: Inputs
@@ -84,20 +83,20 @@ class Begun:
     policy: Policy
     warm_metrics: Mapping[str, float]
     base_path: str | None  # directory of the weights that an adapter changes; None: in `paths`
-    label: str = ""  # of one of several runs
+    label: str = ""  # name of one of several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParts:
-    """What one of several runs shares with the others."""
+    """Parts that one of several runs shares with the others."""
 
-    sampling: SharedSampling  # takes the run in at the samplers
+    sampling: SharedSampling  # adds the run to the samplers
     turn: Lock  # on the trainer's slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that a run consists of, introduced to each other."""
+    """All parts of a run, connected to each other."""
 
     paths: Paths
     policy: Policy
@@ -113,7 +112,7 @@ class Parts:
     serving: Serving
     plays: bool  # whether this process has rollouts
     base_path: str | None  # the directory of the policy at the start; None: random weights
-    label: str = ""  # of one of several runs
+    label: str = ""  # name of one of several runs
 
     @property
     def sampler(self) -> Router:
@@ -122,7 +121,7 @@ class Parts:
 
     @property
     def channel(self) -> WeightChannel:
-        """The way of the weights to the samplers."""
+        """Channel of the weights to the samplers."""
         return self.sampling.channel
 
     def save_policy(self) -> Path:
@@ -136,8 +135,8 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
 
     Args:
         config: the whole configuration.
-        context: what it is run with.
-        closing: closes what was opened, whatever happens.
+        context: folder, stop, console and processes of the job.
+        closing: closes all that was opened, in any case.
     """
     stop, lockstep = context.stop, context.lockstep
     config = with_correction(config)
@@ -181,9 +180,9 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
 def connect(
     begun: Begun, context: RunContext, closing: ExitStack, shared: SharedParts | None = None
 ) -> Parts:
-    """Build what learns, draws and reports, and restore it; arguments as `assemble`'s.
+    """Build the parts that train, sample and report, and restore them; arguments as `assemble`'s.
 
-    shared: of one of several runs; None: this run is alone.
+    shared: parts that several runs share; None: this is the only run.
     """
     stop, console, lockstep = context.stop, context.console, context.lockstep
     inputs, paths, policy = begun.inputs, begun.paths, begun.policy
@@ -255,7 +254,7 @@ def connect(
 def _open_serving(
     config: Config, inputs: Inputs, side: RolloutSide, lockstep: Lockstep, closing: ExitStack
 ) -> None:
-    """Open the endpoint that agent programs ask, if the task has some."""
+    """Open the endpoint for agent programs, if the task has some."""
     serving = inputs.serving
     closing.callback(serving.close)
     if serving.needed and lockstep.plays:

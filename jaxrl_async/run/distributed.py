@@ -1,4 +1,4 @@
-"""Several processes, one per host, that form one JAX: who they are, and how they find each other.
+"""Several processes, one per host, that form one JAX: their places, and how they find each other.
 
     distributed.* of the configuration     all three of coordinator, num_processes, process_id
     else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
@@ -7,7 +7,7 @@
     else the metadata server of a TPU VM   the same facts
     else one process: nothing is started
 
-The first source that says anything is used and must be complete; later ones must not contradict it.
+The first source with any value is used and must be complete; later ones must not contradict it.
 """
 
 import importlib
@@ -55,7 +55,7 @@ def join_processes(config: Config) -> Config:
     """Start jax.distributed if several processes make the run; call it before JAX's first use.
 
     Returns the configuration with the number of processes. Raises ConfigError if the settings are
-    partial or contradictory, MeshError if the other processes do not come.
+    partial or contradictory, MeshError if the other processes do not start.
     """
     place = find(config.distributed, os.environ, ask_metadata if has_tpu() else _nobody)
     if place is None or place.num_processes == 1:
@@ -77,7 +77,7 @@ def join_processes(config: Config) -> Config:
 def join_sampler_processes(section: DistributedSection) -> ProcessPlace | None:
     """Start jax.distributed if several processes make one sampler; call it before JAX's first use.
 
-    Returns this process's place; None: it is alone. Raises as join_processes does.
+    Returns this process's place; None: it is the only one. Raises as join_processes does.
     """
     place = find(section, os.environ, ask_metadata if has_tpu() else _nobody)
     if place is None or place.num_processes == 1:
@@ -89,13 +89,13 @@ def join_sampler_processes(section: DistributedSection) -> ProcessPlace | None:
 
 
 def _start_jax(place: ProcessPlace, section: DistributedSection) -> None:
-    """Meet the other processes. Raises MeshError if process 0 does not come."""
-    jax = importlib.import_module("jax")  # late, so that wrong settings are reported at once
+    """Connect to the other processes. Raises MeshError if process 0 does not start."""
+    jax = importlib.import_module("jax")  # late: wrong settings are reported without its import
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM from Stop
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
     if place.process_id:
         _wait_for(place, section.wait_s)
-    jax.distributed.initialize(  # exits the process if the others do not come
+    jax.distributed.initialize(  # exits the process if the others do not start
         place.coordinator,
         place.num_processes,
         place.process_id,
@@ -116,9 +116,9 @@ def _wait_for(place: ProcessPlace, wait_s: float) -> None:
             error = str(failure)
             time.sleep(RETRY_S)
     raise MeshError(
-        f"process {place.process_id} of {place.num_processes}, found in {place.found_in}: nobody "
-        f"answered at the coordinator {place.coordinator} within distributed.wait_s ({wait_s} s): "
-        f"{error}. Look whether process 0 was started, and whether that port is open between the "
+        f"process {place.process_id} of {place.num_processes}, found in {place.found_in}: no "
+        f"answer at the coordinator {place.coordinator} within distributed.wait_s ({wait_s} s): "
+        f"{error}. Check that process 0 was started, and that the port is open between the "
         "hosts."
     )
 
@@ -130,7 +130,7 @@ def is_shared() -> bool:
 
 
 def leave(code: int) -> int:
-    """Return the exit code; a process that failed among several exits here at once.
+    """Return the exit code; exit here immediately if this one of several processes failed.
 
     An orderly exit would wait for the others, which wait for this one.
     """
@@ -220,9 +220,9 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | Non
         worker = 0
     if worker is None:
         raise ConfigError(
-            f"{where} names {len(hosts)} hosts in TPU_WORKER_HOSTNAMES, but TPU_WORKER_ID does not "
-            "say which this is. Set it, or set distributed.coordinator, num_processes and "
-            "process_id."
+            f"{where} names {len(hosts)} hosts in TPU_WORKER_HOSTNAMES, but TPU_WORKER_ID, the "
+            "index of this one, is missing. Set it, or set distributed.coordinator, num_processes "
+            "and process_id."
         )
     count = len(hosts) * (slices or 1)
     return _checked(
@@ -313,7 +313,7 @@ def _checked(place: ProcessPlace) -> ProcessPlace:
 
 
 def _check_same(taken: ProcessPlace, other: ProcessPlace) -> None:
-    """Raise ConfigError if two sources disagree on the number of processes or on which this is.
+    """Raise ConfigError if two sources disagree on the number of processes or on this one's index.
 
     Their addresses may differ: a host has several.
     """
@@ -322,7 +322,7 @@ def _check_same(taken: ProcessPlace, other: ProcessPlace) -> None:
         raise ConfigError(
             f"{taken.found_in} says process {used[0]} of {used[1]}, and {other.found_in} says "
             f"process {second[0]} of {second[1]}. Correct one of them, or set "
-            "distributed.detect=false to look at the configuration alone."
+            "distributed.detect=false to use the configuration alone."
         )
 
 
@@ -339,7 +339,7 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 
 
 def main() -> int:
-    """Print how many processes make a run here: python -m jaxrl_async.run.distributed."""
+    """Print the number of processes of a run here: python -m jaxrl_async.run.distributed."""
     try:
         place = find(DistributedSection(), os.environ, ask_metadata if has_tpu() else _nobody)
     except ConfigError as error:

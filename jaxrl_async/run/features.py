@@ -1,7 +1,7 @@
-"""The wings of the package: the only file of the core that names them.
+"""The optional packages (wings): the only file of the core that names them.
 
-Each is imported once a configuration asks for it: what a run does not use is neither loaded nor
-needed. optional_parts.py says what the core knows of them.
+Each is imported when a configuration uses it: unused ones are neither loaded nor needed.
+optional_parts.py has the core's interfaces to them.
 """
 
 import importlib
@@ -22,12 +22,12 @@ from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
+    CopyOfRun,
     JudgeScorers,
     NoCopy,
     NoOpponents,
     NoServing,
-    Opponents,
-    RunCopy,
+    SeatFillers,
     Serving,
 )
 from jaxrl_async.run.replay.player import ReplayedBuffer
@@ -35,16 +35,16 @@ from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
 
-if TYPE_CHECKING:  # both are made with what is here
+if TYPE_CHECKING:  # both modules import this one
     from jaxrl_async.run.builders.inputs import Inputs
     from jaxrl_async.run.builders.samplers import Sampling
 
 Count = Callable[[str, int], None]
-"""Takes note of the name and number of faults."""
+"""Counts faults by name and number."""
 
 
 def _of(module: str, name: str) -> Any:
-    """Return what a module of a wing calls by this name."""
+    """Return an object of a wing's module."""
     return getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
 
 
@@ -52,7 +52,7 @@ def _of(module: str, name: str) -> Any:
 
 
 def several_runs() -> Any:
-    """Return what trains several adapters (`runs`): a run.loop.Job."""
+    """Return the job that trains several adapters (`runs`): a run.loop.Job."""
     return _of("adapters.run_several", "run_several")
 
 
@@ -69,15 +69,15 @@ def serving(config: Config, task: Task, count: Count) -> Serving:
 
 
 def outsiders_play() -> Any:
-    """Return what stands for agents outside of the run as a task's program."""
+    """Return the program of a task that external agents play."""
     return _of("endpoint.run_programs", "outsiders_play")
 
 
 def make_members(
     config: Config, task: Task, serving: Serving, count: Count
 ) -> tuple[MakeEnv, Callable[[], float]]:
-    """Make what plays the members of groups for a task with a program; return it with what reads
-    the age of the oldest running program, seconds. Raises ConfigError."""
+    """Make the environments of group members for a task with a program; return them with a function
+    that reads the age of the oldest running program, seconds. Raises ConfigError."""
     made: tuple[MakeEnv, Callable[[], float]] = _of("endpoint.run_programs", "make_members")(
         config, task, serving, count
     )
@@ -88,14 +88,14 @@ def make_members(
 
 
 def check_game(config: Config, name: str) -> None:
-    """Raise ConfigError for what would compare the seats of a game with each other."""
+    """Raise ConfigError for settings that would compare the players of a game with each other."""
     _of("games.run_games", "check_game")(config, name)
 
 
 def make_games(
     chat: ChatEnvs,
     make: Callable[[], Game],
-    opponents: Opponents,
+    opponents: SeatFillers,
     example: Prompt,
     config: Config,
 ) -> MakeEnv:
@@ -111,22 +111,22 @@ def opponents(
     spec: ModelSpec,
     faults: FaultCounts,
     outages: Outages,
-) -> Opponents:
-    """Return who fills seats of a run's games, not seated yet. Raises ConfigError, CheckpointError,
+) -> SeatFillers:
+    """Return the opponents in a run's games, not started yet. Raises ConfigError, CheckpointError,
     DataError.
 
     Args:
-        config: seats, sampler, and so on.
+        config: the whole configuration.
         lockstep: the processes of the run.
         chat: returns the policy's format; None: it has none.
         spec: the policy's.
-        faults: counts what is survived.
-        outages: of endpoints.
+        faults: counts handled faults.
+        outages: tracker of outages of endpoints.
     """
     if not config.seats:
         return NoOpponents()
     _of("games.league", "check_alone")(config, lockstep)
-    made: Opponents = _of("games.league", "RunOpponents")(config, chat(), spec, faults, outages)
+    made: SeatFillers = _of("games.league", "RunOpponents")(config, chat(), spec, faults, outages)
     return made
 
 
@@ -168,27 +168,27 @@ def judges(
     return made
 
 
-# ---- mirror: a copy of the run elsewhere
+# ---- mirror: a remote copy of the run
 
 
 def bring_back(run: RunSection) -> None:
-    """Fetch the run's folder from its copy if it is to be resumed and is not here. Raises
+    """Download the run's folder from its copy if it is to be resumed and is missing here. Raises
     ConfigError."""
     if run.copy_to is not None:
         _of("mirror.bring_back", "bring_back")(run)
 
 
-def run_copy(run: RunSection) -> RunCopy:
-    """Return what copies the run, from its `begin` on."""
+def run_copy(run: RunSection) -> CopyOfRun:
+    """Return the copier of the run, which starts with `begin`."""
     if run.copy_to is None:
         return NoCopy()
-    copy: RunCopy = _of("mirror.copy_thread", "RunCopy")()
+    copy: CopyOfRun = _of("mirror.copy_thread", "CopyOfRun")()
     return copy
 
 
 def counting_copies(writer: KeepsMetrics, run: RunSection, folder: Path) -> KeepsMetrics:
     """Return the writer of a run's metrics, with the failures of its copy if it has one; folder:
-    the run's, or one below it."""
+    the run's, or a subfolder."""
     if run.copy_to is None:
         return writer
     counting: KeepsMetrics = _of("mirror.copy_thread", "counting")(writer, folder)
@@ -199,8 +199,8 @@ def counting_copies(writer: KeepsMetrics, run: RunSection, folder: Path) -> Keep
 
 
 def check_listening(config: Config, lockstep: Lockstep) -> None:
-    """Check certificates, secret and ports, which are needed only after a warm start. Raises
-    ConfigError."""
+    """Check certificates, secret and ports early, although they are used only after a warm start.
+    Raises ConfigError."""
     if config.mesh.remote and config.sampler.engine == "native":
         _of("remote.run.listening", "check_listening")(config, lockstep)
 

@@ -1,4 +1,4 @@
-"""The run: starts the parts, waits, and stops them in order. The drawing of all threads of rl.
+"""The run: starts the parts, waits, and stops them in order. The diagram of all threads of rl.
 
     main            train(): assembles, waits for the trainer or the first failure, stops everybody
     trainer         Trainer.run(): draw -> pack -> step -> publish -> report
@@ -15,11 +15,11 @@
             └──── Ticket ── gate │ VersionedParams                                    v
                              WeightChannel <──────────── publish ──────────────── trainer
 
-What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router and Sampler,
+State shared by several threads has a lock: ReplayBuffer, WeightChannel, Router and Sampler,
 Recording or Replay, Curriculum, Recorder, Tokenizer, FaultCounts, and the locks of shared devices.
-Sessions end first, so that agents are told why. Parts stop in the order of the data: buffer (no
-thread waits for groups or tickets any more), channel (nor for weights), rollouts, sampler. The
-other jobs have one thread: offline.py.
+Sessions end first: agents get the reason. Parts stop in the order of the data: buffer (no thread
+waits for groups or tickets any more), channel (nor for weights), rollouts, sampler. The other jobs
+have one thread: offline.py.
 """
 
 import os
@@ -56,7 +56,7 @@ from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import RunCopy
+from jaxrl_async.run.optional_parts import CopyOfRun
 from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.start_checks import check_paths, with_hub_folders
@@ -78,9 +78,9 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
 
     Args:
         config: the whole configuration.
-        on_step: called after each update, which goes on once it returns; StopTraining ends the run,
-            any other exception fails it, SystemExit as ProcessEndRefused.
-        task: an object of the caller's; config.task then says HANDED_OVER. None: what it names.
+        on_step: called after each update; training continues when it returns. StopTraining ends the
+            run, any other exception fails it, SystemExit as ProcessEndRefused.
+        task: an object of the caller's; config.task is then HANDED_OVER. None: the named task.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))
@@ -145,7 +145,7 @@ def _with_dtype_of_first(config: Config, lockstep: Lockstep, before: Path) -> Co
 
 
 def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None:
-    """Return where this process's spans are written; None: nobody asks for them."""
+    """Return the file for this process's spans; None: metrics.spans is off."""
     of_all = runs_of(config).values() if config.runs else (config,)
     if not any(one.metrics.spans for one in of_all):
         return None
@@ -154,7 +154,7 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
 
 
 def _job_of(config: Config) -> Job:
-    """Return what runs a configuration's job."""
+    """Return the function that runs a configuration's job."""
     return run_rl if config.run.job == "rl" else offline.run
 
 
@@ -174,7 +174,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
 
 
 def _of_several(config: Config) -> tuple[list[str], list[str]]:
-    """Return what each of several runs achieved, and where its results are."""
+    """Return the achievements of each of several runs, and the places of its results."""
     of_all = folders_of(config)
     lines = {
         name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]
@@ -214,7 +214,7 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
 
 def claim_together(
-    closing: ExitStack, lockstep: Lockstep, config: Config, copy: RunCopy | None = None
+    closing: ExitStack, lockstep: Lockstep, config: Config, copy: CopyOfRun | None = None
 ) -> tuple[Config, Paths]:
     """Have process 0 make or find the run's folder, lock it until `closing` and begin its `copy`;
     return the settled configuration and the paths, the same in all processes. Raises ConfigError.
@@ -286,7 +286,7 @@ def run_rl(config: Config, context: RunContext) -> Path:
 
 
 def achievements(metrics: Path) -> list[str]:
-    """Return what the run achieved, in a few lines."""
+    """Return the achievements of the run, in a few lines."""
     lines = read_lines(metrics)
     achieved: list[str] = []
     for key in ("accuracy", "loss", "reward"):

@@ -4,7 +4,7 @@
           │                             │
           └──place──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
 
-A job is an update with examples that it can pack; the loop is the same for all. No sampler.
+A job is an update with examples that it can pack; all jobs share the loop. There is no sampler.
 """
 
 import functools
@@ -94,32 +94,32 @@ HELD_OUT = {
     "preference/chosen_reward": "eval/chosen_reward",
     "preference/rejected_reward": "eval/rejected_reward",
 }
-"""Keys of a step's `measure`, and those under which held-out examples are reported."""
+"""Keys of a step's `measure`, and the keys under which held-out examples are reported."""
 
 
 def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
-    """Return the data as it is."""
+    """Return the data unchanged."""
     return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
-    """What the jobs differ in."""
+    """The differences between the jobs."""
 
     step: Update[Any]
     pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
-    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds what the weights say of it
-    params: Params  # what is trained, at the start
-    base: Params | None = None  # what an adapter changes; None: all weights are trained
+    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds values that need weights
+    params: Params  # the trained weights, at the start
+    base: Params | None = None  # weights that an adapter changes; None: all weights are trained
     split: ExampleSplit[Any]
     batch_size: int
-    reference: Callable[[], Params] | None = None  # makes the frozen weights; None: none needed
+    reference: Callable[[], Params] | None = None  # makes the frozen weights; None: not needed
     write: Callable[[Params], Path]  # the final weights as a Hugging Face directory
 
 
 @dataclass(slots=True, kw_only=True)
 class OfflineProgress:
-    """All that a resumed run continues from."""
+    """The state from which a resumed run continues."""
 
     state: TrainState
     reference: Params | None
@@ -128,7 +128,8 @@ class OfflineProgress:
 
 
 def run(config: Config, context: RunContext) -> Path:
-    """Train as run.job says, to its end; return the folder of the weights. Raises JaxrlErrors.
+    """Run the training job of run.job to its end; return the folder of the weights. Raises
+    JaxrlErrors.
 
     Several processes take the same examples, and each computes its rows of them.
     """
@@ -189,7 +190,7 @@ def run(config: Config, context: RunContext) -> Path:
 def sft(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns the records' answers by maximum likelihood."""
+    """Make the job that trains on the records' answers by maximum likelihood."""
     return OfflineJob(
         step=supervised_update(
             policy.spec,
@@ -209,10 +210,10 @@ def sft(
 
 
 def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any]:
-    """Return what the job learns from: the task's conversations, or the data's examples."""
+    """Return the job's examples: from the task's conversations, or from the data."""
     if config.task is None:
         return SPLITS[config.run.job](config, tokenizer)
-    own = imitated(config, task, tokenizer)  # a rule leaves task to sft
+    own = imitated(config, task, tokenizer)  # a rule allows task only with sft
     return own_demonstrations(own, tokenizer, config.longest_example)
 
 
@@ -223,7 +224,7 @@ def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
 def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns a policy from better and worse answers: dpo and its kin."""
+    """Make the job that trains a policy on better and worse answers: dpo and similar losses."""
     section, settings = config.preference, learning(config, slices, policy.lora)
     loss = preference_loss.resolve(section.loss)
     step = preference_update(
@@ -263,8 +264,8 @@ def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]
 def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns a scalar head that scores better answers higher."""
-    warn_of_readers(policy.spec, "reward")  # before the training, too
+    """Make the job that trains a scalar head to score better answers higher."""
+    warn_of_readers(policy.spec, "reward")  # also before the training
     step = reward_update(
         policy.spec,
         learning(config, slices, policy.lora),
@@ -301,7 +302,7 @@ SPLITS: dict[str, Callable[[Config, Tokenizer], ExampleSplit[Any]]] = {
     "preference": _answers_compared,
     "reward_model": lambda config, tokenizer: _pairs(config, tokenizer, halves=False),
 }
-"""What each job learns from."""
+"""Examples of each job."""
 
 JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], OfflineJob]] = {
     "sft": sft,
@@ -396,7 +397,7 @@ class OfflineRun:
         return report
 
     def _is_due(self) -> bool:
-        """Return whether a run that never stops would evaluate this version."""
+        """Return whether a run that is never stopped would evaluate this version."""
         every = self._config.eval.every
         return every > 0 and self.made % every == 0
 
@@ -413,7 +414,7 @@ class OfflineRun:
         self._batches.close()
 
     def save(self) -> None:
-        """Write the train state and where the stream is."""
+        """Write the train state and the position in the stream."""
         config, progress = self._config, self._progress
         tree: dict[str, Any] = {"train": progress.state}
         if progress.reference is not None:
@@ -428,15 +429,15 @@ class OfflineRun:
 
 
 def learn_job(config: Config, work: OfflineRun, stop: StopRequests, traces: StepTraces) -> None:
-    """Make one version after another, until run.steps are made or somebody asks for a stop."""
+    """Make one version after another, until run.steps are made or a stop is requested."""
     work.begin()
     saved = work.made if config.run.resume else None
     make_updates(work, config.run.steps, config, stop, saved=saved, keeps_last=True, traces=traces)
 
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
-    """Return a function of a report, the seconds of its update and those of its whole step, which
-    adds times and rates to the report."""
+    """Return a function that adds times and rates to a report, from the seconds of its update and
+    of its whole step."""
     device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
     utilisation = Utilisation(

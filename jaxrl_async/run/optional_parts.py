@@ -1,5 +1,5 @@
-"""Parts that a run has only if its configuration asks for them: what the core knows of each, and
-what stands in its place where it is absent. features.py makes them."""
+"""Parts that a run has only if its configuration asks for them: the core's interface to each, and a
+null implementation for runs without it. features.py makes them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,8 +9,8 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.mesh import Slices
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player, Scorer
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import TracedSamplers
 from jaxrl_async.run.builders.devices import Lock
@@ -31,11 +31,11 @@ class Serving(Protocol):
         ...
 
     def counts(self) -> dict[str, int]:
-        """Return what it has done since the start, by the metric's name."""
+        """Return its counters since the start, by the metric's name."""
         ...
 
     def end_sessions(self) -> None:
-        """End all sessions: agents are told that the run stops."""
+        """End all sessions: agents get an error that the run stops."""
         ...
 
     def close(self) -> None:
@@ -64,19 +64,19 @@ class NoServing:
         """Do nothing."""
 
 
-class Opponents(Protocol):
-    """Who fills the seats of a run's games in the policy's place (the wing `games`)."""
+class SeatFillers(Protocol):
+    """The other players of a run's games (the wing `games`)."""
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
-        """Return who fills the seats of this prompt's games in the policy's place."""
+        """Return the players of this prompt's games other than the policy, by seat."""
         ...
 
     def begins(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Take note that a group begins: the version of its ticket decides whom it meets."""
+        """Record that a group begins: the version of its ticket decides about its opponents."""
         ...
 
     def names(self, group: EpisodeGroup) -> dict[str, str]:
-        """Return who sat where in a group's games; empty: no game, or the policy everywhere."""
+        """Return the players of a group's games by seat; empty: no game, or only the policy."""
         ...
 
     def measures(self) -> dict[str, float]:
@@ -84,16 +84,16 @@ class Opponents(Protocol):
         ...
 
     def watched(self, source: GroupSource, publisher: Publisher) -> tuple[GroupSource, Publisher]:
-        """Return what a trainer draws from and publishes to, seen by those who are seated."""
+        """Return a trainer's source and publisher, wrapped to inform the opponents."""
         ...
 
     def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
-        """Seat them. Raises CheckpointError, ConfigError.
+        """Start the opponents. Raises CheckpointError, ConfigError.
 
         Args:
             paths: of the run, with its snapshots.
             version: of the policy.
-            policy: as the run begins or continues.
+            policy: the policy at the start or after a resume.
             slices: the weights of opponents take the first sampler's devices.
             lock: held while they compute.
         """
@@ -105,10 +105,10 @@ class Opponents(Protocol):
 
 
 class NoOpponents:
-    """The Opponents of a run in which the policy fills every seat."""
+    """The Opponents of a run in which the policy plays every seat."""
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
-        """Return nobody."""
+        """Return no players."""
         return {}
 
     def begins(self, ticket: Ticket, prompt: Prompt) -> None:
@@ -123,7 +123,7 @@ class NoOpponents:
         return {}
 
     def watched(self, source: GroupSource, publisher: Publisher) -> tuple[GroupSource, Publisher]:
-        """Return both as they are."""
+        """Return both unchanged."""
         return source, publisher
 
     def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
@@ -134,17 +134,17 @@ class NoOpponents:
 
 
 class JoinedSamplers(TracedSamplers, Protocol):
-    """Samplers in processes of their own, on the trainer's side (the wing `remote`)."""
+    """Samplers in separate processes, on the trainer's side (the wing `remote`)."""
 
     def wait_for_least(self, stop: Stop, started: Callable[[], int] = lambda: 0) -> None:
-        """Wait until as many sample as the run begins with. Raises RolloutError.
+        """Wait until the run has the samplers that it needs to begin. Raises RolloutError.
 
-        started: called again and again; returns how many processes are still starting.
+        started: called repeatedly; returns the number of processes that are still starting.
         """
         ...
 
     def begin_close(self) -> None:
-        """Let no sampler join any more. Idempotent."""
+        """Refuse samplers that join from now on. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -156,15 +156,15 @@ class SamplerProcesses(Protocol):
     """The sampler processes that a run starts itself (the wing `remote`)."""
 
     def run(self) -> None:
-        """Start those that ended again, until `stop`. Runs on a thread of its own."""
+        """Restart processes that ended, until `stop`. Runs on a separate thread."""
         ...
 
     def look(self) -> int:
-        """Return how many run. Raises RolloutError if one cannot be started."""
+        """Return the number of running processes. Raises RolloutError if one cannot be started."""
         ...
 
     def stop(self) -> None:
-        """Start none any more. Idempotent."""
+        """Start no further process. Idempotent."""
         ...
 
     def close(self) -> None:
@@ -173,14 +173,14 @@ class SamplerProcesses(Protocol):
 
 
 class Judges(Protocol):
-    """What a judge and process rewards have done in a run (the wing `judge`)."""
+    """Counters of a judge and of process rewards in a run (the wing `judge`)."""
 
     def cost(self) -> Mapping[str, float]:
-        """Return what the judge has cost so far; empty: there is none."""
+        """Return the judge's cost so far; empty: no judge."""
         ...
 
     def tally(self) -> Mapping[str, float]:
-        """Return what became of process rewards so far; empty: there are none."""
+        """Return the counters of process rewards so far; empty: no process rewards."""
         ...
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
@@ -194,8 +194,8 @@ class Judges(Protocol):
         ...
 
     def close(self) -> None:
-        """Close connections and the file of scores. Idempotent; what is needed again is made
-        again."""
+        """Close connections and the file of scores. Idempotent; they are opened again if they are
+        needed again."""
         ...
 
 
@@ -205,16 +205,16 @@ class JudgeScorers(Judges, Protocol):
     def of_answers(
         self, others: Scorer | None, on_failure: Literal["fail", "neutral"] | None = None
     ) -> Scorer:
-        """Return what judges whole answers, beside `others`; on_failure: None: as configured."""
+        """Return the judge of whole answers, added to `others`; on_failure None: as configured."""
         ...
 
     def process_trial(self) -> Scorer | None:
-        """Return what tries process rewards before a run, waiting as long as they take; None: none
-        are configured."""
+        """Return the trial of process rewards before a run, without a timeout; None: no process
+        rewards are configured."""
         ...
 
     def with_process_rewards(self, outcome: Scorer) -> Scorer:
-        """Return what adds the configured process rewards to an outcome's scores."""
+        """Return a scorer that adds the configured process rewards to an outcome's scores."""
         ...
 
 
@@ -236,15 +236,15 @@ class NoJudges:
         """Do nothing."""
 
 
-class RunCopy(Protocol):
+class CopyOfRun(Protocol):
     """The thread that copies a run's folder to run.copy_to (the wing `mirror`)."""
 
     def begin(self, run: RunSection, keep: int) -> None:
-        """Copy from now on. keep: how many checkpoints the copy keeps."""
+        """Copy from now on. keep: number of checkpoints in the copy."""
         ...
 
     def verdict(self) -> list[str]:
-        """Return lines on what was copied, for the end of a run."""
+        """Return lines about the copied files, for the end of a run."""
         ...
 
     def __enter__(self) -> Self: ...

@@ -1,11 +1,11 @@
-"""Which devices and cores of a machine each of a run's processes takes: pure.
+"""Assign the devices and cores of a machine to a run's processes: pure.
 
-    devices  0 .. trainer   the trainer's       cores   the last ones that are left: the trainer's
+    devices  0 .. trainer   the trainer's       cores   the remaining last ones: the trainer's
              next each      sampler 0's                 an equal share: each sampler's
              next each      sampler 1's
 
 A TPU chip or a GPU belongs to one process: the others must not see it. On a CPU each process makes
-its own devices, and a sampler keeps to its cores, so that it does not take turns with the trainer.
+its own devices, and a sampler is pinned to its cores, to not compete with the trainer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ from jaxrl_async.config.schema import MeshSection
 from jaxrl_async.errors import MeshError
 
 CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""Shape of so many chips of one TPU host, as libtpu wants it."""
+"""Shape of this number of chips of one TPU host, as libtpu expects it."""
 CONTROLLER_PORT = 8476
-"""Port of libtpu's own controller in the first process; each next process takes the next."""
+"""Port of libtpu's controller in the first process; each further process takes the next port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What one process of a machine sees."""
+    """Devices and cores of one process of a machine."""
 
     environment: Mapping[str, str]  # to be set before JAX starts
-    cores: tuple[int, ...] = ()  # to keep to; (): any
+    cores: tuple[int, ...] = ()  # to be pinned to; (): no pinning
 
 
 def chips_of_trainer(mesh: MeshSection) -> dict[str, str]:
     """Return the environment in which libtpu gives the trainer its chips of this host. Raises
-    MeshError if no process can have so many."""
+    MeshError if a process cannot have that number of chips."""
     count = mesh.trainer.num_devices
     return _chips([str(chip) for chip in range(count)], "mesh.trainer", 0)
 
@@ -43,16 +43,16 @@ def place_of_sampler(
     cores: Sequence[int],
     gpus: Sequence[str] | None = None,
 ) -> Place:
-    """Return what one sampler sees of this machine.
+    """Return the devices and cores of one sampler on this machine.
 
     Args:
-        mesh: the slices of all.
+        mesh: all slices.
         platform: "cpu", "gpu" or "tpu".
         index: number of the sampler, from 0.
-        cores: all that this machine lends.
-        gpus: names of those that CUDA_VISIBLE_DEVICES lends; None: all, by number.
+        cores: all cores that this process may use.
+        gpus: GPUs in CUDA_VISIBLE_DEVICES; None: all, by number.
 
-    Raises MeshError if no process can have so many chips, or if there are too few GPUs.
+    Raises MeshError if a process cannot have that number of chips, or if there are too few GPUs.
     """
     each = mesh.sampler.num_devices
     first = mesh.trainer.num_devices + index * each
@@ -65,15 +65,15 @@ def place_of_sampler(
     if gpus is not None and first + each > len(gpus):
         raise MeshError(
             f"sampler {index} needs {each} GPUs after the first {first}, and CUDA_VISIBLE_DEVICES "
-            f"lends {len(gpus)}. Lower mesh.samplers or the axes of the slices."
+            f"has {len(gpus)}. Lower mesh.samplers or the axes of the slices."
         )
     names = [str(n) if gpus is None else gpus[n] for n in numbers]
     return Place(environment={"CUDA_VISIBLE_DEVICES": ",".join(names)})
 
 
 def _share(cores: Sequence[int], index: int, samplers: int) -> tuple[int, ...]:
-    """Return a sampler's cores: an equal share beside the trainer's; one of them where there are
-    fewer cores than processes."""
+    """Return a sampler's cores: a share as large as the trainer's; one core if there are fewer
+    cores than processes."""
     each = len(cores) // (samplers + 1)
     if each:
         return tuple(cores[index * each : (index + 1) * each])

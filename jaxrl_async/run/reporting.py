@@ -1,5 +1,4 @@
-"""Where a run's results go: metrics, samples and screen; and its readings for evaluation, rates and
-watchdog."""
+"""Outlets of a run's results (metrics, samples and screen), and the evaluation."""
 
 import asyncio
 import logging
@@ -31,14 +30,14 @@ from jaxrl_async.metrics.trackers import (
     TrackerThread,
     remembered,
 )
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Scorer
-from jaxrl_async.ports.sampling import Generate
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
 from jaxrl_async.run import features
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import Opponents
+from jaxrl_async.run.optional_parts import SeatFillers
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.shown_contexts import contexts_of
@@ -59,18 +58,18 @@ from jaxrl_async.types import (
 log = logging.getLogger(__name__)
 
 GIVE_UP_S = 6.0
-"""Longest wait for what plays an evaluation that was given up, seconds."""
+"""Maximum wait for the episodes of an abandoned evaluation, seconds."""
 MAX_SAMPLE_TOKENS = 1024
-"""Tokens of a sample of which log-prob and version are recorded."""
+"""Maximum tokens of a sample whose log-probs and versions are recorded."""
 
 
 class MetricsWriter(Protocol):
-    """What a run's numbers and samples are written to."""
+    """Writer of a run's metrics and samples."""
 
-    writes: bool  # False: nothing that it is given is kept
+    writes: bool  # False: it discards all values
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what a step measured."""
+        """Write the metrics of a step."""
         ...
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
@@ -78,12 +77,12 @@ class MetricsWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the files."""
         ...
 
 
 class NoRecorder:
-    """The MetricsWriter of a process that leaves writing to another one."""
+    """The MetricsWriter of a process that does not write: another one does."""
 
     writes = False
 
@@ -100,7 +99,7 @@ class NoRecorder:
 def make_recorder(
     config: Config, paths: Paths, lockstep: Lockstep, resume_step: int | None
 ) -> MetricsWriter:
-    """Open what a run's numbers are written to. resume_step: the step that it continues from."""
+    """Open the writer of a run's metrics. resume_step: the step from which it is resumed."""
     if not lockstep.writes:
         return NoRecorder()
     section, trackers = config.metrics, make_trackers(config.metrics)
@@ -118,8 +117,7 @@ def make_recorder(
 def _begun(
     trackers: Sequence[Tracker], config: Config, paths: Paths, *, resumes: bool
 ) -> list[TrackerThread]:
-    """Begin a run in each tracker; that of a warm start, in a folder of its own, is one of its
-    own."""
+    """Begin a run in each tracker; a warm start, which has its own folder, begins separate runs."""
     name, folder = config.run.name, paths.root
     known = remembered(folder) if resumes else {}
     run = TrackedRun(
@@ -147,10 +145,10 @@ class StepReporter:
     console: Console
     tokenizer: Tokenizer
     prompts: PromptStream | OrderedPrompts
-    samples_every: int  # updates; 0: none
+    samples_every: int  # updates; 0: no samples
     lockstep: Lockstep
-    opponents: Opponents
-    sights: Callable[[], Sequence[TokenSight]] = tuple  # of the step that is reported
+    opponents: SeatFillers
+    sights: Callable[[], Sequence[TokenSight]] = tuple  # of the reported step
     symptoms: Symptoms = field(default_factory=Symptoms)
 
     def report(
@@ -162,7 +160,7 @@ class StepReporter:
     def begin(
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
     ) -> Finish:
-        """Report as `report`, but show nothing yet; return what shows it, with further values."""
+        """Report as `report` without showing; return a function that shows it with more values."""
         values = self.observer.complete(values)
         values |= self._of_prompts(groups)
         values |= unknown_tokens(groups, self.tokenizer) if groups else {}
@@ -182,7 +180,7 @@ class StepReporter:
         self.console.step(version, {**values, **more})
 
     def _samples(self, groups: Sequence[EpisodeGroup]) -> list[dict[str, Any]]:
-        """Return sample episodes; those of games say who sat where."""
+        """Return sample episodes; samples of games name the opponents."""
         return [
             {**record, **({"opponents": seated} if (seated := self.opponents.names(group)) else {})}
             for group in groups
@@ -190,7 +188,7 @@ class StepReporter:
         ]
 
     def _of_prompts(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-        """Return metrics of the prompts of all processes with rollouts; these exchange them."""
+        """Return metrics of the prompts of all processes with rollouts, which exchange them."""
         lockstep = self.lockstep
         numbers = [g.ticket.group for g in groups]
         own = [n // lockstep.players for n in numbers if n % lockstep.players == lockstep.player]
@@ -203,13 +201,13 @@ class StepReporter:
 
 
 def warn_of(symptoms: Symptoms, values: Mapping[str, float]) -> None:
-    """Log what an update's metrics say of a run that learns nothing."""
+    """Log warnings if an update's metrics show that the run trains nothing."""
     for warning in symptoms.warnings(values):
         log.warning("%s", warning)
 
 
 def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the metric of sampled ids that have no token."""
+    """Return the metric of sampled ids that are no tokens of the tokenizer."""
     sampled = [e.token_ids[e.drawn] for group in groups for e in group.episodes]
     return {"rollout/unknown_tokens": float(tokenizer.count_unknown(np.concatenate(sampled)))}
 
@@ -217,10 +215,11 @@ def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict
 def sample_records(
     groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
 ) -> list[dict[str, Any]]:
-    """Return the first episodes of some groups, for people, with what the trainer made of them.
+    """Return the first episodes of some groups, for people, with the trainer's values.
 
     An episode of several turns, and one whose environment wrote its opening, is shown whole with
-    its special tokens: what is not drawn is there, too. One of several turns has its `contexts`.
+    its special tokens, including tokens that were not sampled. One of several turns has its
+    `contexts`.
     """
     return [
         {
@@ -244,11 +243,12 @@ def sample_records(
 def token_facts(
     episode: Episode, tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
 ) -> dict[str, Any]:
-    """Return text, log-prob and version of an episode's tokens from the first drawn one on, at most
-    MAX_SAMPLE_TOKENS; None where a token was not drawn. left_out: how many follow.
+    """Return text, log-prob and version of an episode's tokens from the first sampled one on, at
+    most MAX_SAMPLE_TOKENS; None for a token that was not sampled. left_out: number of tokens after
+    the last one.
 
-    With a sight of the episode also each token's advantage, and `difference`: the trainer's
-    log-prob less the sampler's, nats.
+    With a TokenSight of the episode also each token's advantage, and `difference`: the trainer's
+    log-prob minus the sampler's, nats.
     """
     begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
     kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
@@ -272,12 +272,13 @@ def token_facts(
 
 
 def _short(values: FloatArray, digits: int) -> list[float | None]:
-    """Return values as short as JSON may have them; None where one is not finite."""
+    """Return rounded values for JSON; None for one that is not finite."""
     return [round(float(x), digits) + 0.0 if math.isfinite(x) else None for x in values]
 
 
 def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the prompt and the completion of a sample; contexts are lines apart."""
+    """Return the prompt and the completion of a sample; contexts are separated by blank
+    lines."""
     if episode.num_turns == 1 and len(prompt.token_ids):
         drawn = episode.token_ids[episode.drawn]
         return {"prompt": prompt.text, "completion": tokenizer.decode(drawn)}
@@ -304,12 +305,12 @@ NOT_ASKED = EvalResult(
     truncated_share=0.0,
     samples=(),
 )
-"""The part of a process without rollouts in an evaluation: it counts for nothing."""
+"""The result of a process without rollouts in an evaluation: its weight is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out prompts, and all that answers and judges them; each process answers its part."""
+    """The evaluation: held-out prompts with sampler and scorer; each process answers a share."""
 
     generate: Generate
     prompts: Sequence[Prompt]
@@ -318,18 +319,18 @@ class Evaluation:
     limits: EpisodeLimits
     lockstep: Lockstep
     faults: FaultCounts
-    gives_up: Callable[[], bool]  # asked while answers are waited for; True leaves it out
+    gives_up: Callable[[], bool]  # called while waiting for answers; True abandons it
     effort: EvalEffort = ONE_TRY
     decode: Callable[[IntArray], str] | None = None
     write: Callable[[Sequence[EvalSample]], None] = lambda samples: None  # the first answers
-    # the part CORRECT, once an answer had it: without it all are wrong from then on
+    # holds the part CORRECT once an answer had it; later answers without it count as wrong
     known: set[str] = field(default_factory=set)
 
     def run(self) -> Mapping[str, float]:
-        """Measure reward, and accuracy if the reward says what is right, with the live weights.
+        """Measure reward with the live weights, and accuracy if the reward has the part CORRECT.
 
-        If the scorer or an environment fails for good, or if it is given up, nothing but the time
-        is reported: with holes the numbers could not be compared.
+        If the scorer or an environment fails after all retries, or if the evaluation is abandoned,
+        only the time is reported: incomplete numbers could not be compared.
         """
         start = time.perf_counter()
         result: EvalResult | None = NOT_ASKED
@@ -341,7 +342,7 @@ class Evaluation:
         except RolloutError as error:
             result = None
             self.faults.add("failed_evaluations")
-            log.warning("an evaluation is left out: %s", error)
+            log.warning("an evaluation is skipped: %s", error)
         if not all(self.lockstep.gather_json(result is not None)) or result is None:
             return {"time/eval_s": time.perf_counter() - start}
         if self.lockstep.writes:
@@ -361,7 +362,7 @@ class Evaluation:
         }
 
     async def _answered_unless_given_up(self) -> EvalResult | None:
-        """Return what is measured; None: it was given up."""
+        """Return the result; None: the evaluation was abandoned."""
         answered = asyncio.ensure_future(self._answered())
         while not (answered.done() or self.gives_up()):
             await asyncio.wait((answered,), timeout=LOOK_S)
@@ -369,7 +370,7 @@ class Evaluation:
             return await answered
         answered.cancel()
         await asyncio.wait((answered,), timeout=GIVE_UP_S)
-        log.warning("an evaluation is left out: a stop was asked for before all was answered")
+        log.warning("an evaluation is skipped: a stop was requested before all answers")
         return None
 
     async def _answered(self) -> EvalResult:

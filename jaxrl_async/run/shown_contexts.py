@@ -1,5 +1,5 @@
-"""An episode of several turns for people: its contexts as a tree, each in parts that were drawn or
-were not."""
+"""An episode of several turns for people: a tree of its contexts, each split into sampled and other
+parts."""
 
 import itertools
 from typing import Any
@@ -11,11 +11,12 @@ from jaxrl_async.types import BoolArray, Episode, IntArray
 
 
 def contexts_of(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the contexts of an episode, each without what an earlier one begins with, too.
+    """Return the contexts of an episode, each without the beginning that it shares with an earlier
+    one.
 
-    Each has `parts`, pairs of whether the policy drew it and its text with special tokens; one that
-    shares its beginning has `after`, the number of that earlier context (the one with which it has
-    most in common), and `shared`, how many tokens that is.
+    Each has `parts`, pairs of a flag (sampled by the policy) and the text with special tokens. A
+    context with a shared beginning has `after`, the number of the earlier context with which it
+    shares most, and `shared`, the number of shared tokens.
     """
     bounds = (*episode.starts, len(episode.token_ids))
     spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
@@ -33,7 +34,7 @@ def contexts_of(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def common_tokens(one: IntArray, other: IntArray) -> int:
-    """Return how many tokens two contexts, [length] each, have in common from their beginnings."""
+    """Return the number of tokens that two contexts, [length] each, share at their beginnings."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length

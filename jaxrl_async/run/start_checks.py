@@ -1,5 +1,4 @@
-"""Checks before a run begins: the names and the paths in its configuration, and hardware that JAX
-would look for in vain."""
+"""Checks before a run begins: the names and the paths in its configuration."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from jaxrl_async.tasks.named_tasks import check_task_name
 
 def check_names(config: Config) -> None:
     """Raise ConfigError if a function that the configuration names is unknown or refuses its
-    arguments. A user's file that is not here is left to the machine that trains."""
+    arguments. User files that are missing here are checked on the machine that trains."""
     if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
         jax.config.update("jax_platforms", "cpu")
     if config.run.job == "preference":
@@ -49,10 +48,10 @@ def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
 
 
 def with_hub_folders(config: Config) -> Config:
-    """Return the configuration with folders in place of owner/name: of models and tokenizers of the
-    Hugging Face hub, taken from its cache, or downloaded. Records by name are fetched, too, and
-    what lies at an address (gs://...) is copied here; a GGUF file has a folder in the cache. Raises
-    ConfigError within seconds where these cannot be had."""
+    """Return the configuration with folders in place of names (owner/name) of models and tokenizers
+    on the Hugging Face hub: from its cache, or downloaded. Records by name are downloaded, too;
+    files at an address (gs://...) are copied here; a GGUF file gets a folder in the cache. Raises
+    ConfigError within seconds if they are not available."""
     if fetched := _fetched(config):
         config = Config.model_validate(merged(config.model_dump(), fetched))
     if not config.runs:
@@ -65,10 +64,10 @@ def with_hub_folders(config: Config) -> Config:
 
 
 def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
-    """Fetch what a configuration names on the hub and at addresses; return the settings that name
-    the copies, as a tree.
+    """Fetch the files on the hub and at addresses that a configuration names; return the settings
+    of the copies, as a tree.
 
-    of_run: what the names of settings begin with in messages.
+    of_run: prefix of the names of settings in messages.
     """
     tree: dict[str, Any] = {}
     for setting, path, kind in _read(config):
@@ -88,7 +87,7 @@ def _put(tree: dict[str, Any], names: Sequence[str], path: Path) -> None:
 
 
 def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield what the run takes from the Hugging Face hub: the setting, its value, and the kind of
+    """Yield the run's sources on the Hugging Face hub: the setting, its value, and the kind of
     hub.model_folder, or "dataset"."""
     for setting, path, kind in _read(config):
         if hub_records(path) is not None if kind == "dataset" else is_hub_name(path):
@@ -96,7 +95,7 @@ def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _read(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield what the run reads: the setting, the path that it names, and its kind, as hub_names."""
+    """Yield the run's inputs: the setting, the path that it names, and its kind, as hub_names."""
     for setting, path in _folders(config):
         if path is not None:
             yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
@@ -108,7 +107,7 @@ def _read(config: Config) -> Iterator[tuple[str, str, str]]:
 def check_paths(config: Config) -> None:
     """Raise ConfigError if a setting names a directory or a file that does not exist.
 
-    os.path answers for a name that is too long to exist, where pathlib raises.
+    os.path handles names that are too long to exist; pathlib raises.
     """
     for setting, path in _folders(config):
         if path is not None and not os.path.isdir(path):
@@ -146,6 +145,6 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
 
 def _missing(setting: str, path: str, what: str) -> str:
     return (
-        f"{setting} = {path!r}: there is no such {what} here. Correct the path; it is looked for "
-        f"from {Path.cwd()}."
+        f"{setting} = {path!r}: there is no such {what} here. Correct the path; a relative path "
+        f"starts at {Path.cwd()}."
     )

@@ -1,1 +1,1 @@
-"""Rewards: built-in graders, the user's functions, and a reward model."""
+"""Rewards: built-in graders, user functions, and a reward model."""

@@ -1,1 +1,1 @@
-"""Tasks: what a user brings to be learned, and the built-in ones."""
+"""Tasks: the user's definitions of what to train on, and the built-in ones."""

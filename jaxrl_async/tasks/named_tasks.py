@@ -1,11 +1,11 @@
-"""The setting `task` to a Task.
+"""Resolve the setting `task` to a Task.
 
 FILE.py:NAME           a Task, a function that returns one, or an Environment or Game class
 calculator             a built-in, by name
 reasoning_gym:NAME     a generated task of the library reasoning-gym (extra [reasoning_gym])
 verifiers:NAME         an environment of the library verifiers (extra [verifiers])
 openenv:URL            an environment server of OpenEnv (extra [openenv])
-python                 an object that a Python program gave to jaxrl_async.train
+python                 an object that a Python program passed to jaxrl_async.train
 """
 
 import functools
@@ -29,15 +29,15 @@ TASKS = {
     "nim": "games.nim:nim",
     "proposer_solver": "games.proposer_solver:proposer_solver",
 }
-"""Where the makers of built-in tasks are, by name; each is imported once it is asked for."""
+"""Factories of built-in tasks by name; each is imported when it is used."""
 HANDED_OVER = "python"
-"""What the setting says of a task that travels as an object, from `jaxrl_async.train`."""
+"""Value of the setting for a task that is passed as an object to `jaxrl_async.train`."""
 LIBRARIES = {
     "reasoning_gym": "tasks.reasoning:reasoning_task",
     "verifiers": "tasks.verifiers_task:verifiers_task",
     "openenv": "tasks.openenv_task:openenv_task",
 }
-"""Where the makers of LIBRARY:NAME are, called with NAME and the setting's arguments."""
+"""Factories of LIBRARY:NAME, called with NAME and the setting's arguments."""
 
 
 def maker(where: str) -> Callable[..., Task]:
@@ -61,7 +61,7 @@ def load_task(choice: Choice) -> Task:
     library, colon, of_library = name.partition(":")
     if library == HANDED_OVER:
         raise ConfigError(
-            "the task was an object of the Python program that began this run. Call "
+            "the task was an object of the Python program that started this run. Call "
             "jaxrl_async.train(..., resume=True) there again, or write the task to a file and set "
             "task=FILE.py:NAME."
         )
@@ -106,7 +106,7 @@ def _check_arguments(make: Callable[..., Any], arguments: dict[str, Any], where:
 
 
 def _made(make: Callable[..., Task], arguments: dict[str, Any], where: str) -> Task:
-    """Call a function that returns a Task; whatever goes wrong is a ConfigError."""
+    """Call a function that returns a Task; any failure becomes a ConfigError."""
     _check_arguments(make, arguments, where)
     try:
         task = make(**arguments)

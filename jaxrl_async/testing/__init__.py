@@ -1,1 +1,1 @@
-"""Doubles for tests: scripted clocks, samplers and faults."""
+"""Test doubles: scripted clocks, samplers and faults."""

@@ -1,10 +1,11 @@
-"""Read the spans that a run has written, and say who was busy when: lanes, for any window of time.
+"""Read the spans that a run has written, and arrange them as a timeline: lanes, for any time
+window.
 
-    trace.json  ──read──> tracks ──of one family together──> lanes ──thinned──> what the page draws
+    trace.json  ──read──> tracks ──of one family together──> lanes ──thinned──> what the page shows
 
-A thread is a lane whose spans nest; what overlaps (scorers, environments) was written on numbered
-tracks, which are one lane here. Times are seconds since the first span of the run; processes are
-set against each other by the clocks that each wrote down.
+A thread is a lane whose spans nest. Overlapping spans (scorers, environments) are written on
+numbered tracks, which form one lane here. Times are seconds since the first span of the run;
+processes are aligned by the clocks that each recorded.
 """
 
 import json
@@ -20,30 +21,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 TRACES = ("trace*.json", "older.trace*.json", "samplers/*.trace.json")
-"""Files of spans in a run's folder, or, of several adapters that learn in one run, in the folder of
-all. The older one of two begins with older."""
+"""Files of spans in a run's folder; with several adapters in one run, in their common folder. The
+older one of two files begins with older."""
 MAX_SPANS = 2_000_000
-"""Spans of all files that are read; those beyond are counted."""
+"""Maximum number of spans that are read from all files; further ones are only counted."""
 FAMILY = re.compile(r"(.+) \d+")
-"""The numbered tracks of what overlaps."""
+"""Names of the numbered tracks of overlapping spans."""
 FIRST = ("trainer", "evaluation", "sampler", "gate", "environment", "scorer", "weights", "")
-"""What lanes begin with, in the order in which they are shown; others come last."""
+"""Prefixes of the lanes' names, in the order of display; others come last."""
 IDLE = ("wait for groups", "wait for the turn", "wait for the evaluation", "wait at the gate")
-"""Spans in which somebody waits for others. A sampler that waits for its block is busy: its device
+"""Spans in which a thread waits for others. A sampler that waits for its block is busy: its device
 computes."""
 
 LEAST_S = 1e-9
-"""Shortest window whose shares are told, seconds."""
+"""Minimum window for which shares are computed, seconds."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line that is no span may raise."""
+"""Exceptions from lines that are not spans."""
 
 Doubles = NDArray[np.float64]
-Drawn = tuple[float, float, int, int]  # start and end, seconds; kind; how many spans
+Drawn = tuple[float, float, int, int]  # start and end, seconds; kind; number of spans
 
 
 @dataclass(slots=True)
 class Track:
-    """Spans of a thread, or of what overlaps, in any order."""
+    """Spans of a thread, or overlapping spans, in any order."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -56,10 +57,10 @@ class Track:
         self.kinds.append(kind)
 
     def depths(self) -> list[int]:
-        """Return how many spans hold each one: those that begin before it, or with it and end
-        later, and are not over when it begins."""
+        """Return how many spans contain each one. A span contains another if it begins earlier, or
+        at the same time and ends later, and has not ended when the other begins."""
         depths = [0] * len(self.starts)
-        ends_s: list[float] = []  # of the spans that hold the next one
+        ends_s: list[float] = []  # of the spans that contain the next one
         for i in np.lexsort((-np.array(self.ends), np.array(self.starts))).tolist():
             while ends_s and ends_s[-1] <= self.starts[i]:
                 ends_s.pop()
@@ -70,7 +71,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Who was busy: spans [spans] by start, of one thread or of one family of tracks."""
+    """One row of the timeline: spans [spans] by start, of a thread or of a family of tracks."""
 
     process: str
     name: str
@@ -78,10 +79,11 @@ class Lane:
     ends: Doubles
     kinds: NDArray[np.int64]
     depths: NDArray[np.int64]
-    nests: bool  # a thread, whose spans may hold others; False: what overlaps
+    nests: bool  # a thread, whose spans may contain others; False: overlapping spans
 
     def busy_s(self, first_s: float, last_s: float, idle: Sequence[int]) -> float:
-        """Return the seconds between two times in which a span was open, but none of these kinds
+        """Return the seconds between two times in which a span was open, but no span of the idle
+        kinds
         within it."""
         waits = np.isin(self.kinds, idle)
         if not self.nests:
@@ -90,15 +92,15 @@ class Lane:
         return whole - self._open_s(waits, first_s, last_s)
 
     def _open_s(self, chosen: NDArray[np.bool_], first_s: float, last_s: float) -> float:
-        """Return the seconds between two times in which one of the chosen spans was open."""
+        """Return the seconds between two times in which any of the chosen spans was open."""
         starts = np.clip(self.starts[chosen], first_s, last_s)
         ends = np.clip(self.ends[chosen], first_s, last_s)
         before = np.maximum.accumulate(np.concatenate([[first_s], ends]))[:-1]
         return float(np.maximum(ends - np.maximum(starts, before), 0.0).sum())
 
     def rows(self, first_s: float, last_s: float, columns: int) -> list[list[Drawn]]:
-        """Return what is drawn between two times, by depth: short neighbours as one, of the kind of
-        the longest."""
+        """Return the rectangles to show between two times, by depth: short neighbours are merged,
+        with the kind of the longest."""
         within = (self.ends > first_s) & (self.starts < last_s)
         rows = []
         for depth in range(int(self.depths.max(initial=-1)) + 1):
@@ -113,15 +115,15 @@ class RunSpans:
     """The spans of all processes of a run."""
 
     lanes: tuple[Lane, ...] = ()
-    kinds: tuple[str, ...] = ()  # names of spans; the others have their index
+    kinds: tuple[str, ...] = ()  # names of spans; lanes hold indices into it
     end_s: float = 0.0  # since the first span
     files: tuple[str, ...] = ()
-    dropped: int = 0  # for which the processes had no room
-    unread: int = 0  # lines that are no spans, and spans beyond MAX_SPANS
-    steps: tuple[tuple[int, float, float], ...] = ()  # version that a step made, start, end
+    dropped: int = 0  # number of spans that the processes had no room for
+    unread: int = 0  # lines that are not spans, and spans beyond MAX_SPANS
+    steps: tuple[tuple[int, float, float], ...] = ()  # version that a step produced, start, end
 
     def shown(self, first_s: float, last_s: float, columns: int) -> dict[str, Any]:
-        """Return the lanes between two times, at most about `columns` spans of a depth each."""
+        """Return the lanes between two times, with about `columns` spans per depth at most."""
         first_s = min(max(first_s, 0.0), self.end_s)
         last_s = min(max(last_s, first_s), self.end_s)
         window_s = max(last_s - first_s, LEAST_S)
@@ -147,22 +149,22 @@ class RunSpans:
         }
 
     def window_of(self, first: int, last: int) -> tuple[float, float]:
-        """Return when the first of these steps began and the last ended; the whole run if none of
-        them was recorded."""
+        """Return the time from the beginning of the first of these steps to the end of the last;
+        the whole run if none of them was recorded."""
         chosen = [(start, end) for step, start, end in self.steps if first <= step <= last]
         if not chosen:
             return 0.0, self.end_s
         return min(start for start, _ in chosen), max(end for _, end in chosen)
 
     def steps_between(self, first_s: float, last_s: float) -> list[int]:
-        """Return the first and the last step that touch a window; nothing without steps."""
+        """Return the first and the last step that overlap a window; [] without steps."""
         within = [step for step, start, end in self.steps if end > first_s and start < last_s]
         return [min(within), max(within)] if within else []
 
 
 def read_spans(root: Path) -> RunSpans:
-    """Read the files of spans in a run's folder; nothing if there are none. What is cut off or
-    written wrongly is left out and counted."""
+    """Read the files of spans in a run's folder; empty without files. Truncated or invalid lines
+    are skipped and counted."""
     reading = _Reading()
     files = trace_files(root)
     for path in files:
@@ -175,14 +177,15 @@ def read_spans(root: Path) -> RunSpans:
 
 
 def trace_files(root: Path) -> list[Path]:
-    """Return the files of spans in a run's folder; of one of several adapters those of all."""
+    """Return the files of spans in a run's folder; for one of several adapters, their common
+    files."""
     folders = [root, *([root.parent] if (root.parent / "config.yaml").is_file() else [])]
     found = (sorted(p for pattern in TRACES for p in folder.glob(pattern)) for folder in folders)
     return next((files for files in found if files), [])
 
 
 class _Reading:
-    """Takes files in, line by line: each event stands in a line of its own."""
+    """Reads files line by line: each line is one event."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, int] = {}
@@ -191,7 +194,7 @@ class _Reading:
         self.count = self.dropped = self.unread = 0
 
     def read(self, lines: Iterable[str]) -> None:
-        """Take in one process's spans."""
+        """Read one process's spans."""
         process, names, ahead_s = "", dict[int, str](), 0.0
         for line in lines:
             text = line.strip().rstrip(",")
@@ -213,8 +216,8 @@ class _Reading:
                 self.unread += 1
 
     def _head(self, text: str) -> float:
-        """Take in how many spans were dropped; return how far the wall's clock is ahead of the
-        spans' own, seconds."""
+        """Read the number of dropped spans; return how far the wall clock is ahead of the spans'
+        own clock, seconds."""
         try:
             facts = json.loads(text + "}")["otherData"]
             self.dropped += int(facts["dropped"])
@@ -241,7 +244,7 @@ class _Reading:
                 self.steps[name].append((where[1], step, start_s, end_s))
 
     def finished(self, files: tuple[str, ...], run: str) -> RunSpans:
-        """Return what was read. run: whose steps count, of several adapters that learn in one."""
+        """Return the spans. run: of several adapters in one run, the one whose steps count."""
         begin_s = min((min(t.starts) for t in self.tracks.values()), default=0.0)
         end_s = max((max(t.ends) for t in self.tracks.values()), default=begin_s)
         lanes: dict[tuple[str, str], list[Track]] = {}
@@ -253,7 +256,7 @@ class _Reading:
             lane_of(process, name.partition("\0")[0], tracks, begin_s)
             for (process, name), tracks in lanes.items()
         ]
-        steps = self.steps["step"] or self.steps["update"]  # these of a job without rollouts
+        steps = self.steps["step"] or self.steps["update"]  # updates: for a job without rollouts
         steps = [one for one in steps if one[0] == f"trainer of {run}"] or steps
         return RunSpans(
             lanes=tuple(sorted(made, key=_order)),
@@ -267,7 +270,7 @@ class _Reading:
 
 
 def lane_of(process: str, name: str, tracks: Sequence[Track], begin_s: float) -> Lane:
-    """Put tracks into one lane, by start. Several have no depth: what overlaps is drawn as one."""
+    """Merge tracks into one lane, by start. Several tracks have no depth; overlaps are merged."""
     starts = np.concatenate([t.starts for t in tracks])
     ends = np.concatenate([t.ends for t in tracks])
     order = np.lexsort((-ends, starts))
@@ -286,8 +289,8 @@ def lane_of(process: str, name: str, tracks: Sequence[Track], begin_s: float) ->
 def thinned(
     starts: Doubles, ends: Doubles, kinds: NDArray[np.int64], column_s: float
 ) -> list[Drawn]:
-    """Draw spans, by start, as rectangles: those that overlap, or lie with their neighbours in one
-    column, as one."""
+    """Return spans, by start, as rectangles; spans that overlap, or share a column with their
+    neighbours, are merged."""
     if not len(starts):
         return []
     reach = np.maximum.accumulate(ends)
@@ -311,7 +314,7 @@ def thinned(
 
 
 def rounded_s(seconds: float) -> float:
-    """Return seconds to the microsecond."""
+    """Round seconds to the microsecond."""
     return round(seconds, 6)
 
 

@@ -1,4 +1,4 @@
-"""Serve the page and what it asks for: GET alone, bounded answers, nothing outside of the runs."""
+"""Serve the page and its data: GET only, bounded answers, nothing outside of the runs."""
 
 import contextlib
 import errno
@@ -36,22 +36,22 @@ FILES = {
     "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
     "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
 }
-"""Address, file and type of what the page is made of."""
+"""Address, file and type of the page's parts."""
 FILE = "/file"
-"""Address of the files of runs that the page links."""
+"""Address of run files that the page links to."""
 PLAIN = "text/plain; charset=utf-8"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-"""What the page may load and run: nothing from elsewhere, and no text of a sample as a script."""
+"""The page's content policy: nothing from other hosts, and no scripts in the text of samples."""
 
 
 MOST_CONNECTIONS = 64
-"""Most connections, each with a thread. For another one the oldest without a call ends."""
+"""Maximum number of connections, each with a thread. A further one ends the oldest idle one."""
 ARRIVES_S, ANSWERED_S = 20.0, 120.0
-"""Longest time for a call to arrive, and until its answer is read, seconds."""
+"""Timeouts for a call to arrive, and for its answer to be read, seconds."""
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Why the system gives no connection, although one is waiting."""
+"""Errors when the system has no resources for a waiting connection."""
 ROOM_S = 0.1
-"""How long nothing is taken then, seconds."""
+"""Pause after such an error, seconds."""
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -61,22 +61,22 @@ class ViewServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, runs: Sequence[WatchedRun], host: str, port: int) -> None:
-        """Listen. Raises OSError if nothing can listen there.
+        """Listen. Raises OSError if that is not possible.
 
         Args:
-            runs: with different names.
-            host: other than this machine's own loopback: every call needs `token`.
-            port: 0: any free one.
+            runs: with unique names.
+            host: if it is not a loopback address, every call needs `token`.
+            port: 0: any free port.
         """
         self.runs = {run.name: run for run in runs}
-        self._open: dict[socket.socket, tuple[float, bool]] = {}  # since when; whether it asked
+        self._open: dict[socket.socket, tuple[float, bool]] = {}  # since; call arrived
         self._lock = threading.Lock()
         self.token = "" if is_loopback(host) else secrets.token_urlsafe(16)
         super().__init__((host, port), ViewHandler)
 
     @property
     def address(self) -> str:
-        """The page's address, with the token if it takes one."""
+        """The page's address, with the token if one is needed."""
         host, port = self.server_address[:2]
         query = f"?token={self.token}" if self.token else ""
         return f"http://{host!s}:{port}/{query}"
@@ -84,7 +84,7 @@ class ViewServer(ThreadingHTTPServer):
     # ---- bounds: called by socketserver
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Take a connection. Raises OSError, which the caller leaves at that."""
+        """Accept a connection. Raises OSError, which the caller ignores."""
         try:
             return super().get_request()
         except OSError as error:
@@ -94,7 +94,7 @@ class ViewServer(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection its thread; where there are too many, end another, or this one."""
+        """Start a connection's thread; with too many connections, end another one, or this one."""
         with self._lock:
             is_full = len(self._open) >= MOST_CONNECTIONS
         if is_full and not self._end_one():
@@ -104,7 +104,7 @@ class ViewServer(ThreadingHTTPServer):
             self._open[request] = (time.monotonic(), False)
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system provides no more threads
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
@@ -114,13 +114,13 @@ class ViewServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def asked(self, request: socket.socket) -> None:
-        """Take note that a connection's call has arrived."""
+        """Record that a connection's call has arrived."""
         with self._lock:
             if request in self._open:
                 self._open[request] = (time.monotonic(), True)
 
     def service_actions(self) -> None:
-        """End the connections whose time is over; called every while by `serve_forever`."""
+        """End timed-out connections; `serve_forever` calls this regularly."""
         now = time.monotonic()
         with self._lock:
             late = [
@@ -132,7 +132,7 @@ class ViewServer(ThreadingHTTPServer):
             self._end(request)
 
     def _end_one(self) -> bool:
-        """End the oldest connection whose call has not arrived; return whether there is one."""
+        """End the oldest connection whose call has not arrived; return whether one existed."""
         with self._lock:
             silent = [request for request, (_, asked) in self._open.items() if not asked]
         if silent:
@@ -140,19 +140,19 @@ class ViewServer(ThreadingHTTPServer):
         return bool(silent)
 
     def _end(self, request: socket.socket) -> None:
-        """Have a connection's thread end: it reads and writes no more."""
+        """Make a connection's thread end, by stopping its reads and writes."""
         with self._lock:
             self._open.pop(request, None)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what ended a connection's thread: most often a client that has gone."""
-        log.debug("the call of %s ended by an error", client_address, exc_info=True)
+        """Log the error that ended a connection's thread, usually a disconnected client."""
+        log.debug("the call of %s failed", client_address, exc_info=True)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host's address."""
+    """Return whether an address is reachable only from this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -163,14 +163,14 @@ class ViewHandler(BaseHTTPRequestHandler):
     """Answers one call."""
 
     server: ViewServer
-    timeout = ARRIVES_S  # of each part that is read or written
+    timeout = ARRIVES_S  # of each read or write
 
     def do_GET(self) -> None:
-        """Answer with a file of the page, or with JSON; with 500 if that fails."""
+        """Answer with a file of the page, or with JSON; with 500 after an error."""
         self.server.asked(self.connection)
         try:
             self._get()
-        except OSError:  # the client has gone, or does not read
+        except OSError:  # the client has disconnected, or does not read
             self.close_connection = True
         except ValueError as error:
             self._reply(400, _plain(f"not understood: {error}"), PLAIN)
@@ -215,8 +215,8 @@ class ViewHandler(BaseHTTPRequestHandler):
         self._reply(200, plain_json(found).encode(), "application/json")
 
     def _is_asked_rightly(self) -> bool:
-        """Return whether the call names this server as browsers on this machine do: a page from
-        elsewhere whose name was pointed here would read the runs."""
+        """Return whether the call names this server in the way that browsers on this machine do. A
+        page from elsewhere, whose host name was redirected here, could otherwise read the runs."""
         if self.server.token:
             return True
         try:
@@ -248,7 +248,7 @@ class ViewHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log a call at the level of debugging."""
+        """Log a call at debug level."""
         log.debug(format, *args)
 
 

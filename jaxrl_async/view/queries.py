@@ -1,4 +1,4 @@
-"""What the page asks about runs, answered from their folders: bounded, as JSON."""
+"""Answers to the page's queries about runs, from their folders: bounded, as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
@@ -12,11 +12,11 @@ from jaxrl_async.view.summary import ages, dropped, faults, lengths, tiles
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MAX_POINTS = 2000
-"""Most points of a curve in one answer."""
+"""Maximum number of points of a curve in one answer."""
 MAX_SAMPLES = 100
-"""Most samples in one answer."""
+"""Maximum number of samples in one answer."""
 MAX_COLUMNS = 2000
-"""Most spans of a lane's depth in one answer."""
+"""Maximum number of spans per depth of a lane in one answer."""
 LAST_STEP = 2**62
 
 Query = Mapping[str, Sequence[str]]
@@ -26,12 +26,12 @@ Answer = Callable[[Runs, Query], Any]
 
 
 def overview(runs: Runs, query: Query) -> Any:
-    """Return each run's state, and a word that changes with its files."""
+    """Return each run's state, and a text that changes with its files."""
     return [{"name": name, "seen": run.look(), "state": run.state()} for name, run in runs.items()]
 
 
 def layout(runs: Runs, query: Query) -> Any:
-    """Return the charts, by section, of what at least one run has measured; and all metrics."""
+    """Return the charts, by section, that at least one run has data for; and all metrics."""
     present = {key for run in runs.values() for key in run.measured()}
     sections = [(title, list(charts)) for title, charts in SECTIONS]
     parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
@@ -52,7 +52,7 @@ def _drawn(chart: Chart, present: set[str]) -> dict[str, Any]:
 
 
 def told(key: str) -> dict[str, str]:
-    """Return what is declared of a metric; nothing, if another version of the package wrote it."""
+    """Return a metric's declaration; empty if another version of the package wrote it."""
     try:
         metric = metric_of(key.removeprefix(WARM))
     except AssertionError:
@@ -69,7 +69,7 @@ def curves(runs: Runs, query: Query) -> Any:
 
 
 def summary(runs: Runs, query: Query) -> Any:
-    """Return a run's tiles, its learnt tokens by age, its lengths, its drops and its faults."""
+    """Return a run's tiles, trained tokens by age, lengths, drops and faults."""
     run = runs[query["run"][0]]
     return {
         "tiles": tiles(run),
@@ -81,13 +81,13 @@ def summary(runs: Runs, query: Query) -> Any:
 
 
 def extents(runs: Runs, query: Query) -> Any:
-    """Return all metrics of a run: first, last, least and largest value, unit and meaning."""
+    """Return all metrics of a run: first, last, minimum and maximum value, unit and meaning."""
     found = runs[query["run"][0]].extents()
     return [{**told(key), "key": key, "values": values} for key, values in found.items()]
 
 
 def samples(runs: Runs, query: Query) -> Any:
-    """Return a run's samples that are wanted: how many there are, and a page of them."""
+    """Return a run's samples that match the query: their number, and one page of them."""
     wanted = SampleFilter(
         text=(query.get("text") or [""])[0],
         first_step=_number(query, "first", None),
@@ -102,8 +102,8 @@ def samples(runs: Runs, query: Query) -> Any:
 
 
 def spans(runs: Runs, query: Query) -> Any:
-    """Return who was busy when between the times `from` and `to`, seconds since the run's first
-    span, or between two steps."""
+    """Return the timeline between the times `from` and `to`, seconds since the run's first span, or
+    between two steps."""
     found = runs[query["run"][0]].spans()
     columns = min(_number(query, "columns", 400), MAX_COLUMNS)
     first, last = _number(query, "first", None), _number(query, "last", None)
@@ -115,7 +115,7 @@ def spans(runs: Runs, query: Query) -> Any:
 
 
 def identity(runs: Runs, query: Query) -> Any:
-    """Return what made a run, and the traces of JAX's profiler that it has taken."""
+    """Return a run's versions, devices and configuration, and its traces of JAX's profiler."""
     run = runs[query["run"][0]]
     traces = [
         {"step": step, "file": file, "bytes": size} for step, file, size in traces_of(run.root)
@@ -124,7 +124,7 @@ def identity(runs: Runs, query: Query) -> Any:
 
 
 def file_of(runs: Runs, query: Query) -> Path:
-    """Return the file of a run that is asked for: one of its traces. Raises KeyError for any
+    """Return the requested file of a run, which must be one of its traces. Raises KeyError for any
     other."""
     run, asked = runs[query["run"][0]], query["file"][0]
     if asked not in {file for _, file, _ in traces_of(run.root)}:

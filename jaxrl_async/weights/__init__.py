@@ -1,1 +1,1 @@
-"""The weights' way from the trainer to samplers in the same process."""
+"""Weight transfer from the trainer to samplers in the same process."""

@@ -1,4 +1,4 @@
-"""Boxes: index ranges along every axis of an array, with which shards and pieces are named."""
+"""Boxes: index ranges along every axis of an array, used to identify shards and pieces."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def volume(box: Box) -> int:
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Return the box of a shard's index, as JAX gives it."""
+    """Return the box of a shard's index, as returned by JAX."""
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
@@ -30,31 +30,31 @@ def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[obj
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the part that both boxes have; None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def common(one: Box, other: Box) -> int:
-    """Return the number of elements that both boxes have."""
+    """Return the number of elements in the intersection of two boxes."""
     both = intersection(one, other)
     return 0 if both is None else volume(both)
 
 
 def inside(inner: Box, outer: Box) -> tuple[Any, ...]:
-    """Return the index of a box within the array of another box that contains it; it gives a view,
-    of a scalar, too."""
+    """Return the index of a box within the array of a box that contains it. Indexing with it gives
+    a view, also for a scalar."""
     return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True)), ...)
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Return whether a box lies within another."""
+    """Return True if a box lies within another."""
     return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
     """Cut a box along its first axes into boxes of at most `most` elements (but at least one), in
-    the order of the array."""
+    array order."""
     size = volume(box)
     if size <= max(most, 1):
         if size:

@@ -1,8 +1,9 @@
-"""Host memory for weights that come again and again: taken, and back by itself when nobody looks.
+"""Pool of host memory for repeated weight transfers; blocks return to the pool automatically when
+unused.
 
-Memory that the kernel has just given costs more than the copy into it, hence it is used again. JAX
-on a CPU does not copy aligned host memory but keeps it as the array's; a block is therefore free
-only once nothing refers to it any more: no view here, no jax.Array, no computation.
+Fresh memory from the kernel costs more than the copy into it, so blocks are reused. On a CPU, JAX
+does not copy aligned host memory but uses it as the array's memory. A block is therefore free only
+when nothing refers to it any more: no view here, no jax.Array, no computation.
 """
 
 import mmap
@@ -15,20 +16,21 @@ from numpy.typing import NDArray
 
 ALIGNMENT = mmap.PAGESIZE
 SMALL_BYTES = 1 << 16
-"""Smaller arrays are not kept."""
+"""Minimum size of pooled arrays, bytes."""
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the unsigned integer of a dtype's size: NumPy copies its own types many times as fast
-    as bfloat16."""
+    """Return the unsigned integer dtype of the same size: NumPy copies its native types many times
+    faster than bfloat16."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
 class BufferPool:
-    """Blocks of page-aligned memory, by size. Thread safe."""
+    """Blocks of page-aligned memory, by size. Thread-safe."""
 
     def __init__(self, spare: int = 2) -> None:
-        """Keep at most `spare` free blocks of a size per block in use, plus `spare`."""
+        """Create an empty pool. It keeps at most `spare` free blocks of a size in addition to one
+        per block in use."""
         self._spare = spare
         self._free: dict[int, list[mmap.mmap]] = {}
         self._in_use: dict[int, int] = {}
@@ -48,13 +50,13 @@ class BufferPool:
             block = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 block.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(block, np.uint8)  # every view of it refers to this very array
+        raw = np.frombuffer(block, np.uint8)  # all views refer to this array
         weakref.finalize(raw, self._give_back, size, block).atexit = False
         return raw.view(dtype).reshape(shape)
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the blocks that somebody refers to."""
+        """Bytes of all blocks that are referenced."""
         with self._lock:
             return sum(size * count for size, count in self._in_use.items())
 

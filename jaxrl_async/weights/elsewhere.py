@@ -1,4 +1,4 @@
-"""What the weight channel knows of samplers in other processes (the wing `remote`)."""
+"""The weight channel's interface to samplers in other processes (the package `remote`)."""
 
 from typing import Protocol
 
@@ -8,48 +8,48 @@ from jaxrl_async.weights.traffic import Traffic
 
 
 class RemoteSamplers(Protocol):
-    """What serves weights to samplers in processes of their own."""
+    """Serves weights to samplers in separate processes."""
 
     @property
     def may_come(self) -> bool:
-        """Whether samplers come and go, so that there may be none for a while."""
+        """True if samplers join and leave, so there may be none for a while."""
         ...
 
     @property
     def wait_s(self) -> float:
-        """Longest wait while there is none, seconds."""
+        """Maximum wait while there are no samplers, seconds."""
         ...
 
     @property
     def patience_s(self) -> float:
-        """How long a transfer may take with all its tries, seconds."""
+        """Maximum time of a transfer including its retries, seconds."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Size of what one sampler gets."""
+        """Number of bytes sent to one sampler."""
         ...
 
     def begin(self, base: Params) -> None:
-        """Offer what the published adapters change, too, from the first publish on."""
+        """Also offer the base of the published adapters, from the first publish on."""
         ...
 
     def publish(self, update: VersionedParams) -> None:
-        """Copy the trainer's weights and return at once; the samplers get the newest copy. Raises
-        WeightsError if earlier ones could not be offered."""
+        """Copy the trainer's weights and return immediately; the samplers get the newest copy.
+        Raises WeightsError if earlier weights could not be offered."""
         ...
 
     def traffic(self) -> Traffic:
-        """Return what was transferred so far."""
+        """Return the transfer statistics so far."""
         ...
 
     def close(self) -> None:
-        """Offer nothing any more. Idempotent."""
+        """Stop offering weights. Idempotent."""
         ...
 
 
 class _NoRemote:
-    """The RemoteSamplers of a run that has none."""
+    """The RemoteSamplers of a run without remote samplers."""
 
     may_come = False
     wait_s = 0.0
@@ -63,7 +63,7 @@ class _NoRemote:
         """Do nothing."""
 
     def traffic(self) -> Traffic:
-        """Return that nothing was transferred."""
+        """Return empty statistics."""
         return Traffic()
 
     def close(self) -> None:

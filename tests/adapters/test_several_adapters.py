@@ -162,7 +162,7 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
     ("overrides", "told"),
     [
         (("model.lora.rank=0",), "model.lora is null"),
-        (("run.job=sft", "warm_start.steps=0"), "run.job=rl alone"),
+        (("run.job=sft", "warm_start.steps=0"), "several runs in one need run.job=rl"),
         (("mesh.samplers_in=processes",), "mesh.samplers_in=processes is not possible"),
         (("mesh.colocated=true",), "mesh.colocated=true is not possible"),
         (("run.replay_schedule=x",), "run.replay_schedule is not possible"),

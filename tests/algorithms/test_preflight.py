@@ -90,7 +90,7 @@ def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(ow
         ("numpys", "fails on a batch.*use jax.numpy"),
         ("number", "has no function number"),
         ("missing", "has no function missing"),
-        ("frugal", r"x\.covariance_rank is made for a loss that declares its need"),
+        ("frugal", r"x\.covariance_rank exists only for a loss that declares it"),
         (
             "needy",
             r"declares needs=\('rank',\), which must be .*covariance_rank, proximal_logprobs",
@@ -132,7 +132,7 @@ def test_a_users_advantage_is_tried_too(tmp_path):
     for name, why in (
         ("short", "one number per token"),
         ("number", "StepAdvantages, not float"),
-        ("blind", "must give returns"),
+        ("blind", "must return the critic's targets"),
         ("misspelt", "declares level='tokn', which must be one of token, sequence or null"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -179,7 +179,7 @@ def test_pass_at_k_needs_k_answers_that_a_downsample_keeps():
 
 
 def test_a_critic_cannot_learn_from_some_answers_alone():
-    with pytest.raises(ConfigError, match=r"its critic learns from all\. Set baseline=all"):
+    with pytest.raises(ConfigError, match=r"trained on all answers\. Set baseline=all"):
         check_algorithm(
             AlgorithmSection(advantage="gae", baseline="unmasked", shaping=("mask_truncated",)),
             None,

@@ -107,7 +107,7 @@ class Asks(Environment):
         ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
         (
             {"data": RECORDS, "model": "m", "max_new_tokens": 500},
-            "cannot be drawn in sampler.max_l",
+            "does not fit into sampler.max_l",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def small_kernels(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = base / "kernels.cc"
     source.write_text(SOURCE)
     monkeypatch.setattr(kernel_library, "__file__", str(base / "library.py"))
-    kernels = kernel_library.Kernels(files=("kernels.cc",), names=kernel_library.SAMPLING.names)
+    kernels = kernel_library.CpuKernels(files=("kernels.cc",), names=kernel_library.SAMPLING.names)
     monkeypatch.setattr(kernel_library, "SAMPLING", kernels)
     return base / "cache" / "jaxrl_async" / "kernels"
 
@@ -149,7 +149,7 @@ def test_a_cut_kernel_is_built_again(
     file = the_file(caches)
     os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
     assert loaded() == 42
-    assert "are built again: it is damaged" in caplog.text
+    assert "are rebuilt: it is damaged" in caplog.text
 
 
 def test_a_library_that_is_loaded_does_not_see_what_becomes_of_its_file(caches: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_kernel_that_lacks_a_function_is_built_again_and_then_given_up(
     write_whole(file, content)
     assert loaded() == 42
     (tmp_path / "kernels.cc").write_text("int nothing;")
-    with pytest.raises(NotBuiltError, match="made what cannot be used: it has no product, rotate"):
+    with pytest.raises(NotBuiltError, match="cannot be used: it lacks product, rotate"):
         loaded()
 
 

@@ -296,7 +296,7 @@ def test_two_processes_of_which_one_has_a_secret_both_end(
         for name in ("trainer", "trainer-1"):
             assert run.code(name) != 0
         said = "".join(run.said(name) for name in ("trainer", "trainer-1"))
-        assert f"is set in processes [{int(knows != 'trainer')}], and has to have" in said
+        assert f"is set in processes [{int(knows != 'trainer')}]; set it to the same value" in said
 
 
 def test_a_prepared_draft_is_not_written_to(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_what_a_stranger_says_is_one_clean_line(caplog: pytest.LogCaptureFixture
     frame = handshake.OPEN + greeting + FORGED.encode()[: handshake.PACKAGE_BYTES]
     with a_hub(SECRET) as hub, grpc.insecure_channel(str(hub.address), options=OPTIONS) as channel:
         list(channel.stream_stream(PATH)(iter([frame])))
-    (told,) = [r.getMessage() for r in caplog.records if "was not let in" in r.getMessage()]
+    (told,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
     assert "all is well" in told and told.isprintable()
 
 

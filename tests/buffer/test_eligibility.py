@@ -4,7 +4,7 @@ from builders import episode_of, group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.eligibility import Judge
+from jaxrl_async.buffer.eligibility import Eligibility
 from jaxrl_async.staleness import drop_reason
 
 VERSIONS = st.lists(st.integers(0, 4), min_size=1, max_size=3)
@@ -20,7 +20,7 @@ def group(number: int, versions: list[int]):
 )
 def test_each_question_is_answered_as_if_it_were_the_first(events, gone):
     """Between two questions a group comes in, and some that were there may have left."""
-    judge, groups = Judge(), {}
+    judge, groups = Eligibility(), {}
     for number, (versions, version, bound) in enumerate(events):
         groups[number] = group(number, versions)
         wanted = {n: r for n, g in groups.items() if (r := drop_reason(g, version, bound))}
@@ -37,7 +37,7 @@ def test_a_group_is_looked_at_once_for_a_version(monkeypatch):
         return drop_reason(group, version, bound)
 
     monkeypatch.setattr("jaxrl_async.buffer.eligibility.drop_reason", noted)
-    judge, groups = Judge(), {}
+    judge, groups = Eligibility(), {}
     for number in range(5):
         groups[number] = group(number, [0])
         judge.unfit(groups, 1, 1)

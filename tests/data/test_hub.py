@@ -159,7 +159,7 @@ def test_without_a_network_the_command_to_download_is_told(cache):
         ("ConnectError", "cannot be reached (ConnectError: no route)"),
         ("ConnectTimeout", "cannot be reached (ConnectTimeout: no route)"),
         ("GatedRepoError", "hf auth login"),
-        ("RepositoryNotFoundError", "the hub has none of this name"),
+        ("RepositoryNotFoundError", "it does not exist on the hub"),
     ],
 )
 def test_what_the_hub_answers_is_told_with_what_to_do(cache, monkeypatch, kind, told):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.endpoint.adapter_admin import AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_errors import CallRefused
 
 
@@ -35,7 +35,7 @@ class Shelf:
         del self.names[name]
 
 
-def refused(door: AdapterDoor, **body: object) -> CallRefused:
+def refused(door: AdapterAdmin, **body: object) -> CallRefused:
     with pytest.raises(CallRefused) as caught:
         asyncio.run(door.load({"lora_name": "b", **body}))
     return caught.value
@@ -47,7 +47,7 @@ def test_only_folders_below_the_one_that_is_named_are_loaded(tmp_path: Path) -> 
     (tmp_path / "rooted").mkdir()
     (root / "out").symlink_to(tmp_path / "rooted")
     (root / "loop").symlink_to(root / "loop")
-    door = AdapterDoor("base", Shelf(), loads_from=root)
+    door = AdapterAdmin("base", Shelf(), loads_from=root)
     for path in ("..", "../rooted", f"{tmp_path}", "out", "inside/../../rooted", "loop", "a\0b"):
         found = refused(door, lora_path=path)
         assert (found.status, found.field) == (400, "lora_path"), path
@@ -56,7 +56,7 @@ def test_only_folders_below_the_one_that_is_named_are_loaded(tmp_path: Path) -> 
 
 def test_what_fails_is_told_and_can_be_asked_again(tmp_path: Path) -> None:
     shelf = Shelf()
-    door = AdapterDoor("base", shelf, loads_from=tmp_path)
+    door = AdapterAdmin("base", shelf, loads_from=tmp_path)
     for error, status, words in (
         (TimeoutError("its requests were not done"), 503, "its requests were not done"),
         (PermissionError(13, "Permission denied", "/secret"), 400, "'b'.*Permission denied"),
@@ -75,7 +75,7 @@ def test_what_fails_is_told_and_can_be_asked_again(tmp_path: Path) -> None:
 
 def test_one_call_at_a_time_changes_an_adapter_also_if_its_client_goes(tmp_path: Path) -> None:
     shelf = Shelf()
-    door = AdapterDoor("base", shelf, loads_from=tmp_path)
+    door = AdapterAdmin("base", shelf, loads_from=tmp_path)
 
     async def play() -> None:
         asked = asyncio.create_task(door.unload({"lora_name": "a"}))

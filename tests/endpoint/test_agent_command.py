@@ -8,7 +8,7 @@ import pytest
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import FillingSection
-from jaxrl_async.endpoint.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.endpoint.run_programs import make_programs
 from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.errors import ConfigError, RolloutError
@@ -30,17 +30,17 @@ async def test_a_command_does_not_see_the_keys_that_settings_name(monkeypatch, t
     secrets = key_variables(dumped)
     assert secrets >= {"JUDGES_KEY", "SEATS_KEY", "VLLM_API_KEY"}
     looks = 'test -z "$JUDGES_KEY$SEATS_KEY$JAXRL_ASYNC_SECRET$VLLM_API_KEY" && test "$OTHERS_KIND"'
-    await Command(["sh", "-c", looks], secrets, ["OTHERS_*", "*_KEY"])(SESSION)
+    await ProgramCommand(["sh", "-c", looks], secrets, ["OTHERS_*", "*_KEY"])(SESSION)
     with pytest.raises(RolloutError, match="exit code 1"):
-        await Command(["sh", "-c", looks], secrets)(SESSION)
+        await ProgramCommand(["sh", "-c", looks], secrets)(SESSION)
     with pytest.raises(RolloutError, match="exit code 1"):
-        await Command(["sh", "-c", looks], (), ["OTHERS_*", "*_KEY"])(SESSION)
+        await ProgramCommand(["sh", "-c", looks], (), ["OTHERS_*", "*_KEY"])(SESSION)
 
 
 @pytest.mark.parametrize("name", ["JUDGES_KEY", "JAXRL_ASYNC_SECRET"])
 def test_the_runs_own_keys_cannot_be_shown(name) -> None:
     with pytest.raises(RolloutError, match=f"env.program_variables names {name}"):
-        Command(["sh"], {"JUDGES_KEY"}, ["OTHERS", name])
+        ProgramCommand(["sh"], {"JUDGES_KEY"}, ["OTHERS", name])
 
 
 def made(program: object, **changes: object):
@@ -87,7 +87,7 @@ async def test_the_log_and_the_error_name_what_a_command_does_not_see(monkeypatc
     for name, value in (SEEN | UNSEEN | QUIET | {"OPENAI_API_KEY": "the user's own"}).items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):
-        command = Command(["sh", "-c", "env; exit 3"], {"JUDGES_KEY"})
+        command = ProgramCommand(["sh", "-c", "env; exit 3"], {"JUDGES_KEY"})
     (line,) = caplog.messages
     listed = ", ".join(sorted(UNSEEN))
     assert f"does not see these environment variables: {listed}. If" in line
@@ -96,7 +96,7 @@ async def test_the_log_and_the_error_name_what_a_command_does_not_see(monkeypatc
     with pytest.raises(RolloutError, match=rf"exit code 3(?s:.*)\nIt did not see {listed} \(env\."):
         await command(SESSION)
     caplog.clear()
-    shown = Command(["sh", "-c", "exit 3"], {"JUDGES_KEY"}, tuple(UNSEEN))
+    shown = ProgramCommand(["sh", "-c", "exit 3"], {"JUDGES_KEY"}, tuple(UNSEEN))
     assert not caplog.messages and UNSEEN.items() <= shown._environ.items()
     with pytest.raises(RolloutError, match=r"output: nothing$"):
         await shown(SESSION)
@@ -109,7 +109,7 @@ async def test_a_long_list_of_unseen_variables_is_shortened_in_the_error(monkeyp
     for number in range(25):
         monkeypatch.setenv(f"MINE_{number:02}", "a")
     with pytest.raises(RolloutError, match=r"It did not see MINE_00, .*MINE_19 and 5 more \("):
-        await Command(["sh", "-c", "exit 3"])(SESSION)
+        await ProgramCommand(["sh", "-c", "exit 3"])(SESSION)
 
 
 def test_variables_for_a_function_are_refused() -> None:

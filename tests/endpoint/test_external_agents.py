@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
-from jaxrl_async.endpoint.external_agents import Lobby, LobbyOffer, OutsiderMembers
+from jaxrl_async.endpoint.external_agents import ExternalAgentMembers, OfferedTask, TaskQueue
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
@@ -38,7 +38,7 @@ class Answering:
         return futures
 
 
-def outside(sessions: Sessions, counted: Counter, **bounds) -> OutsiderMembers:
+def outside(sessions: Sessions, counted: Counter, **bounds) -> ExternalAgentMembers:
     programs = AgentPrograms(
         "true",
         sessions,
@@ -47,17 +47,17 @@ def outside(sessions: Sessions, counted: Counter, **bounds) -> OutsiderMembers:
         judge=score_of,
         count=lambda name, number: counted.update({name: number}),
     )
-    return OutsiderMembers(programs=programs, lobby=Lobby(), tries=3)
+    return ExternalAgentMembers(programs=programs, lobby=TaskQueue(), tries=3)
 
 
-async def group(members: OutsiderMembers, size: int = 2):
+async def group(members: ExternalAgentMembers, size: int = 2):
     policy = Answering()
     asked = [("g5", make_prompt(3), (SavedEpisode(),) * size)]
     (begun,) = begin_groups(policy, members, asked, LIMITS)
     return await play_group(policy, make_prompt(3), begun, label="g5", limits=LIMITS)
 
 
-async def taken(members: OutsiderMembers):
+async def taken(members: ExternalAgentMembers):
     session = await members.lobby.take(5.0)
     assert session is not None
     return session
@@ -135,7 +135,7 @@ async def test_a_cancelled_group_takes_its_tasks_back():
 def test_however_many_ask_at_once_each_task_is_given_away_once(seed: int):
     """Agents on threads of their own that come, wait for some time and go; tasks that come and are
     taken back meanwhile."""
-    lobby, sessions, rng = Lobby(), Sessions(), random.Random(seed)
+    lobby, sessions, rng = TaskQueue(), Sessions(), random.Random(seed)
     opened: Counter[str] = Counter()
     got: list[str] = []
     done = threading.Event()
@@ -153,7 +153,7 @@ def test_however_many_ask_at_once_each_task_is_given_away_once(seed: int):
 
         asyncio.run(ask())
 
-    async def offer_all() -> list[LobbyOffer]:
+    async def offer_all() -> list[OfferedTask]:
         offers = []
         for number in range(60):
             place = SessionPlace(prompt=make_prompt(), label=f"g{number}")
@@ -162,7 +162,7 @@ def test_however_many_ask_at_once_each_task_is_given_away_once(seed: int):
                 opened[str(place)] += 1
                 return sessions.open(Answering(), place, LIMITS, SessionLimits())
 
-            offers.append(LobbyOffer(place, open_session))
+            offers.append(OfferedTask(place, open_session))
             lobby.offer(offers[-1])
             if rng.random() < 0.2:
                 rng.choice(offers).withdrawn = True

@@ -20,11 +20,11 @@ def broken(seats: object, **sections: object) -> str:
 @pytest.mark.parametrize(
     ("seats", "said"),
     [
-        ({"second": {}}, "is filled by nobody"),
+        ({"second": {}}, "names no player"),
         ({"second": {"policy": True, "model": "d"}}, "policy and model"),
         ({"second": {"endpoint": "http://h/v1"}}, "needs seats.second.model"),
-        ({"second": {"model": "d", "timeout_s": 3}}, "timeout_s is read by nothing"),
-        ({"second": {"policy": True, "mixture": ["policy"]}}, "mixture and a filling beside it"),
+        ({"second": {"model": "d", "timeout_s": 3}}, "timeout_s has no effect"),
+        ({"second": {"policy": True, "mixture": ["policy"]}}, "mixture and another player"),
         ({"second": {"mixture": ["policy", {"weight": 2}]}}, "seats.second.mixture[1]"),
         ({"second": {"model": "d", "eval": {}}}, "seats.second.eval"),
         ({"s": {"endpoint": "http://h/v1", "model": "m", "extra": {"n": 2}}}, "extra has n"),

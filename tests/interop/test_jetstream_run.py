@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(
         ("model.lora={rank: 4, alpha: 8}", "lora"),
         ("weights.dtype=int8", "a format of our sampler"),
         ("sampler.slots=null", "sampler.slots=null"),
-        ("sampler.prefix_cache=false", "sampler.prefix_cache (False) is read by nothing"),
+        ("sampler.prefix_cache=false", "sampler.prefix_cache (False) has no effect"),
         ("sampler.engine_urls=[http://a]", "exactly with sampler.engine=vllm"),
         ("sampler.engine=native", None),
     ],
@@ -173,7 +173,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(
 def test_what_the_interface_has_no_words_for_is_refused_by_name(setting: str, says: str) -> None:
     if says is None:
         load({}, [*TINY, setting])
-        with pytest.raises(ConfigError, match=r"sampler\.engine_class .* is read by nothing"):
+        with pytest.raises(ConfigError, match=r"sampler\.engine_class .* has no effect"):
             load({}, [*TINY, setting, "sampler.engine_class=a.py:B"])
         return
     with pytest.raises(ConfigError) as found:

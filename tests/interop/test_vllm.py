@@ -21,7 +21,7 @@ from jaxrl_async.interop.vllm_client import ServerGone
 from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_in_reply
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports.sampling import Replica
+from jaxrl_async.ports.generate import Replica
 from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import Room

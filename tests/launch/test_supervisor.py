@@ -343,11 +343,11 @@ def test_who_finds_no_hosts_is_named_once():
     run = Run(least=1, most=1, sampler="gpu:8x2")
     run.cluster.is_placed = False
     run.go(100)
-    assert run.said == ["trainer: no hosts of cpu:1 for 60 s; it starts when there are"]
+    assert run.said == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
     run.cluster.trainer.is_placed = True
     run.go(100)
     missed = [text for text in run.said if "no hosts" in text]
-    assert missed[1:] == ["sampler 0: no hosts of gpu:8x2 for 60 s; it starts when there are"]
+    assert missed[1:] == ["sampler 0: no hosts of gpu:8x2 for 60 s; still waiting"]
     run.cluster.samplers[0].is_placed = True
     run.go(5)
     assert run.fleet.samplers == 1
@@ -365,7 +365,7 @@ def test_a_sampler_that_waits_for_the_trainer_is_not_said_to_miss_hosts():
     run.cluster.samplers[0].is_placed = True
     run.go(100)
     missed = [text for text in run.said if "no hosts" in text]
-    assert missed == ["trainer: no hosts of cpu:1 for 60 s; it starts when there are"]
+    assert missed == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
 
 
 def test_numbers_of_seats_are_used_again():

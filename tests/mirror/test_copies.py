@@ -270,7 +270,7 @@ def test_the_records_of_a_copy_are_read_without_its_checkpoints(run, memory, cac
 )
 def test_a_command_names_an_address_as_it_was_given(memory, cache, capsys, command, more, code):
     assert command.main([f"{ADDRESS}/none", *more]) == code
-    assert f"'{ADDRESS}/none': there is nothing" in capsys.readouterr().err
+    assert f"'{ADDRESS}/none': found nothing" in capsys.readouterr().err
 
 
 HELD = """

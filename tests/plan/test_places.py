@@ -108,7 +108,7 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
     hosts = places["hosts"]
     assert hosts["hosts"] == [4, 1] and hosts["chips"] == [8, 2, 4]
     refused = places["refused"]
-    assert "the compiler refuses a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
+    assert "the compiler rejects a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
     assert "mesh.samplers_in=external" in refused and "--topology" in refused
 
 
@@ -118,7 +118,7 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
     [
         ("too many", "mesh needs 9 devices"),
         ("two hosts", "divides the chips of one host, and v5e-16 .v5e:4x4. has 4 hosts"),
-        ("both", "--sampler-topology is for samplers on slices of their own"),
+        ("both", "--sampler-topology is for samplers on separate slices"),
     ],
 )
 def test_what_no_host_or_slice_is_is_refused(places, case, said):
@@ -219,7 +219,7 @@ def test_a_split_that_no_axis_can_take_is_refused():
     from jaxrl_async.plan.launch_files import split_config
 
     config = load(ROOT / "configs/addition.yaml", ["mesh.trainer.tensor=4"])
-    with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. can be divided so"):
+    with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. divides evenly"):
         split_config(config, trainer_chips=2, now=4, samplers=1)
 
 

@@ -134,7 +134,7 @@ def test_a_step_between_slices_is_its_micro_batches_and_its_updates():
     ("words", "said"),
     [
         (["--num-slices", "0"], "give 1 or more"),
-        (["--num-slices", "2", "--write", "x"], "leave --write out"),
+        (["--num-slices", "2", "--write", "x"], "leave out --write"),
         (["--num-slices", "2"], "Set mesh.samplers_in=external"),
     ],
 )

@@ -267,10 +267,10 @@ def only_an_index(folder):
         (tensors(lambda w: w.update(x=np.zeros(2))), "not part of this model (x)"),
         (tensors(lambda w: w.update({NORM: np.zeros(8)})), "is [8], not [16]"),
         (tensors(lambda w: w.update({NORM: np.zeros(16, np.int8)})), "quantised"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors here"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors found"),
         (only_a_pickle, "pytorch_model.bin may be a pickle"),
-        (cut, "not a whole safetensors file"),
-        (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "holds NaN"),
+        (cut, "not a complete safetensors file"),
+        (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "contains NaN"),
         (written(WEIGHTS, b""), "ends within its header"),
         (written(WEIGHTS, b"\xff" * 100), "ends within its header"),
         (written(WEIGHTS, struct.pack("<Q", 2) + b"{}"), "tensors missing"),
@@ -300,7 +300,7 @@ def only_an_index(folder):
         (written("config.json", b"{"), "is not JSON"),
         (written("config.json", b"[" * 100_000), "is not JSON"),
         (written("config.json", b"\xff\xfe"), "is not JSON"),
-        (written("config.json", b"[]"), "must hold a JSON object"),
+        (written("config.json", b"[]"), "must contain a JSON object"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: not found"),
     ],
 )
@@ -539,7 +539,7 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
         port = taken.getsockname()[1]
         for setting, told in (
             (f"remote.listen=127.0.0.1:{port}", "(Address already in use). Choose another port"),
-            (f"remote.data_port={port}", f"remote.data_port={port}: nothing can listen"),
+            (f"remote.data_port={port}", f"remote.data_port={port}: cannot listen"),
             ("remote.listen=0.0.0.0:0", "set the environment variable JAXRL_ASYNC_SECRET"),
             (
                 "remote={tls_certificate: none.pem, tls_key: none.pem, tls_authority: none.pem}",

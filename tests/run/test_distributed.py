@@ -98,7 +98,7 @@ def test_the_metadata_server_is_left_alone_where_it_must_be():
         (None, JAX | {"JAX_COORDINATOR_ADDRESS": "head"}, "no port"),
         (None, JAX | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two'"),
         (None, {k: v for k, v in JOBSET.items() if k != "JOBSET_JOBS"}, "but not JOBSET_JOBS"),
-        (None, {"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID does not say"),
+        (None, {"TPU_WORKER_HOSTNAMES": "a,b"}, "but TPU_WORKER_ID, the index"),
         (None, POD | {"MEGASCALE_NUM_SLICES": "2"}, "not all of MEGASCALE_NUM_SLICES"),
         (HERE, SLICES, "process 3 of 4, and the environment of a TPU pod"),
         (None, JOBSET | POD, "says process 2 of 4"),
@@ -128,7 +128,7 @@ def test_a_run_that_several_processes_cannot_make_is_refused_before_they_meet():
     ("settings", "told"),
     [
         ({"mesh": {"samplers_in": "processes"}}, "starts samplers on one machine"),
-        ({"run": {"replay_schedule": "x"}}, "what the threads of one process did"),
+        ({"run": {"replay_schedule": "x"}}, "the events of one process's threads"),
         ({"algorithm": {"groups_per_step": 6}}, r"groups_per_step \(6\) must be a multiple"),
         ({"mesh": {"colocated": True}}, "has 1 devices on 4 processes, and mesh.sampler 1"),
         ({"mesh": {"trainer": {"fsdp": 4}}}, "must be multiples of"),
@@ -188,7 +188,7 @@ def test_a_coordinator_that_nobody_is_at_is_told_with_its_address(tmp_path):
     file.write_text(json.dumps(settings))
     done = command("jaxrl_async.train", str(file))
     assert done.returncode == 1, done.stderr
-    assert "MeshError: process 1 of 2, found in the configuration: nobody answered" in done.stderr
+    assert "MeshError: process 1 of 2, found in the configuration: no answer" in done.stderr
     assert f"localhost:{port} within distributed.wait_s (1 s)" in done.stderr
 
 

@@ -186,7 +186,7 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
         ({"temperature": 0.7}, None, False, None),
         ({"top_k": 5}, False, False, "the ratio is biased"),
         ({"top_p": 0.9}, False, False, "Set algorithm.keep_sampling_mask=null"),
-        ({}, True, False, "algorithm.keep_sampling_mask does nothing here"),
+        ({}, True, False, "algorithm.keep_sampling_mask has no effect"),
         ({}, False, False, None),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_resumed_adapter_is_scaled_as_it_was_trained(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (("model.path=/nowhere",), "run.job=sft with the adapter first"),
-        (("model.lora.targets=[q_proj, no_proj]",), "no_proj.* is no matrix"),
+        (("model.lora.targets=[q_proj, no_proj]",), "no_proj.* is not a matrix"),
     ],
 )
 def test_what_an_adapter_cannot_go_with_is_refused(

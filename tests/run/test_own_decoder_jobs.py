@@ -196,9 +196,9 @@ def test_what_cannot_be_is_refused_before_the_run(runs: Path, monkeypatch) -> No
     (runs / "reads.py").write_text(text)
     common = (*OFFLINE, "sft.batch_size=8", "run.name=refused", "model.lora={rank: 2, base: nf4}")
     reads = config_of("sft", runs, *common, SHAPE, f"model.decoder={runs}/reads.py:ParallelLayer")
-    with pytest.raises(ConfigError, match=r"reads the matrix up by weight\(\)"):
+    with pytest.raises(ConfigError, match=r"reads the matrix up with weight\(\)"):
         train(reads)
     monkeypatch.setattr(own_code, "_loaded", {})
-    with pytest.raises(CheckpointError, match="never run unasked"):
+    with pytest.raises(CheckpointError, match="never run without permission"):
         train(config_of("sft", runs, *common, of(runs)))
     assert not (runs / "refused" / "policy").exists()

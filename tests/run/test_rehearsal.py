@@ -157,7 +157,7 @@ def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch,
     words += ["trainer={row_length: 160, micro_batch_tokens: 640}", "task=guess_number"]
     words += ["sampler={slots: 6, max_length: 160, max_new_tokens: 8}"]
     train(load({"run": {"dir": str(tmp_path)}}, words))
-    assert "programs of a sampler were compiled beside the warm start" in caplog.text
+    assert "programs of a sampler were compiled during the warm start" in caplog.text
     assert "could not be compiled ahead" not in caplog.text
 
 

@@ -202,8 +202,8 @@ def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.source=jsonl", "data.jsonl.path={bad}"], "data.source .jsonl. is read by nothing"),
-        (["data.addition.digits=3"], r"data.addition.digits \(3\) is read by nothing"),
+        (["data.source=jsonl", "data.jsonl.path={bad}"], "data.source .jsonl. has no effect"),
+        (["data.addition.digits=3"], r"data.addition.digits \(3\) has no effect"),
         (["task=addition", "env={}"], "task = 'addition' is unknown"),
         (["task={bad}:task"], "tried on the first held-out record: the environment's reset raised"),
     ],

@@ -45,7 +45,7 @@ def test_a_version_is_live_once_the_last_sampler_says_so():
     assert first.poll().version == 1
     first.live(1)
     assert (live, channel.live_version) == ([], 0)
-    with pytest.raises(WeightsError, match="draws from 0"):
+    with pytest.raises(WeightsError, match="it uses 0"):
         channel.wait_live(1, 0)
     assert second.poll().version == 1
     second.live(1)

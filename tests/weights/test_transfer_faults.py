@@ -131,7 +131,7 @@ def test_a_copy_torn_twice_ends_the_run_and_is_never_given_out(monkeypatch):
     wake.clear()
     assert end.poll() is None, "the sampler continues with the weights that it has"
     assert wake.is_set(), "and polls again even if it has nothing to do"
-    with pytest.raises(WeightsError, match=r"did not arrive sound, twice.*first 'w'"):
+    with pytest.raises(WeightsError, match=r"arrived corrupted twice.*first 'w'"):
         end.poll(wait=True)
 
 

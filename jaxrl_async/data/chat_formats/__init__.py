@@ -1,1 +1,1 @@
-"""Writers of messages as token ids."""
+"""Encoders of chat messages as token ids."""

@@ -1,1 +1,1 @@
-"""Families of models, one record each."""
+"""Model families, one record each."""

@@ -1,5 +1,5 @@
-"""All families by their model_type. One more: its record in a file beside this one, a line here,
-and its name in config.model_section.FamilyName."""
+"""All families by their model_type. To add a family, add its record in a file of this folder, a
+line here, and its name in config.model_section.FamilyName."""
 
 from jaxrl_async.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxrl_async.model.families.gemma import GEMMA2, GEMMA3
@@ -48,6 +48,6 @@ FAMILIES = {
     )
 }
 ALSO = {kind: family for family in FAMILIES.values() for kind in family.also}
-"""Families by the types of models that are saved as theirs."""
+"""Families by other model types that are saved as the family's type."""
 WRAPPED = {kind: family for family in FAMILIES.values() for kind in family.text_of}
-"""Families by the types of models with images that hold them as text_config."""
+"""Families by the types of models with images that contain them as text_config."""

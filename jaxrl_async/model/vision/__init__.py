@@ -1,1 +1,1 @@
-"""Models that read images."""
+"""Models with image inputs."""

@@ -1,1 +1,1 @@
-"""How a run starts, admits and ends samplers in other processes."""
+"""Start, admit and end the samplers of a run in other processes."""

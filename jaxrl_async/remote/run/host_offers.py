@@ -1,10 +1,10 @@
-"""The weights of a trainer over several hosts, as one offer: each host hands out its own part.
+"""Combines the weights of a trainer on several hosts into one offer; each host serves its own part.
 
     process 0   Offering.offer ──┐
     process 1   Offering.offer ──┴── jax.distributed's store ──> process 0: merged ──> Offer
 
-Each process's outbox works on a thread of its own, so that no collective may be used. A process
-may leave a version out because a newer one has come; the first process then offers the newer.
+Each process's outbox runs on a separate thread, so it may not use collectives. A process may skip a
+version when a newer one has arrived; the first process then offers the newer version.
 """
 
 import json
@@ -22,21 +22,21 @@ from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.weights.channel import WeightChannel
 
 LOOK_S = 0.02
-"""How often the first process looks whether the others have offered, seconds."""
+"""Interval at which the first process polls for the others' offers, seconds."""
 SPARE = 1
-"""Versions that the other processes keep beyond those that they need themselves: a sampler may
-still fetch the one before."""
+"""Number of additional versions that the other processes keep, since a sampler may still fetch the
+previous version."""
 
 
 class KeyValueStore(Protocol):
-    """What is used of jax.distributed's store."""
+    """The used methods of jax.distributed's key-value store."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Set a key."""
         ...
 
     def key_value_try_get(self, key: str) -> str:
-        """Return the value of a key. Raises if there is none."""
+        """Return the value of a key. Raises if the key is not set."""
         ...
 
     def key_value_delete(self, key: str) -> None:
@@ -62,14 +62,14 @@ class HostOffers:
         count: int,
         timeout_s: float,
     ) -> None:
-        """Offer this process's part.
+        """Create the offering of this process's part.
 
         Args:
             own: the transport of this process.
-            store: through which the others' offers reach the first process.
+            store: transports the other processes' offers to the first process.
             index: number of this process.
             count: number of processes.
-            timeout_s: longest wait of the first process for the others.
+            timeout_s: maximum wait of the first process for the others.
         """
         self._own, self._store = own, store
         self._index, self._count, self._timeout_s = index, count, timeout_s
@@ -81,8 +81,8 @@ class HostOffers:
         return self._own.address
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
-        """See Offering. In the first process: raises WeightsError if another one has left this
-        version out, or does not come."""
+        """See Offering. In the first process: raises WeightsError if another process has skipped
+        this version or does not offer it in time."""
         own = self._own.offer(version, params)
         if self._index:
             self._store.key_value_set(_key(version, self._index), json.dumps(dict(own)))
@@ -98,7 +98,7 @@ class HostOffers:
         return self._own.compares(params)
 
     def withdraw(self, version: int) -> None:
-        """See Offering; the other processes keep one version more."""
+        """See Offering; the other processes keep one additional version."""
         if not self._index:
             self._own.withdraw(version)
             return
@@ -123,23 +123,23 @@ class HostOffers:
             newest = None if version == BASE else _read(self._store, _newest(index))
             if newest is not None and int(newest) > version:
                 raise WeightsError(
-                    f"process {index} of the trainer has version {newest} already, and left "
-                    f"version {version} out"
+                    f"process {index} of the trainer already has version {newest} and "
+                    f"skipped version {version}"
                 )
             if time.monotonic() > until:
                 raise WeightsError(
                     f"process {index} of the trainer did not offer version {version} within "
-                    f"{self._timeout_s:g} s. Look at its log."
+                    f"{self._timeout_s:g} s. Check its log."
                 )
             time.sleep(LOOK_S)
 
 
 class PartPublisher:
-    """The ports.Publisher of a process without samplers: it sends its part of the weights, and
-    leaves it to the first process to wait for those who draw from them."""
+    """The ports.Publisher of a process without samplers. It sends its part of the weights; only the
+    first process waits for the samplers."""
 
     def __init__(self, channel: WeightChannel) -> None:
-        """Publish to this channel, which nobody joins here."""
+        """Publish to this channel, which has no samplers in this process."""
         self._channel = channel
 
     def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
@@ -147,12 +147,12 @@ class PartPublisher:
         self._channel.publish(version, params, probe_logprobs)
 
     def wait_taken(self) -> None:
-        """Return: the next program over all processes waits for the first one."""
+        """Return immediately: the next program over all processes waits for the first."""
 
     def wait_live(
         self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Return: the next program over all processes waits for the first one."""
+        """Return immediately: the next program over all processes waits for the first."""
 
 
 def _key(version: int, index: int) -> str:

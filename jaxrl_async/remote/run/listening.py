@@ -1,4 +1,4 @@
-"""Whether samplers in processes of their own can join: checked before anything is made."""
+"""Checks at startup that sampler processes will be able to join."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ from jaxrl_async.run.lockstep import Lockstep
 
 
 def check_listening(config: Config, lockstep: Lockstep) -> None:
-    """Check certificates, secret and ports, which are needed only after a warm start. Raises
+    """Check certificates, secret and ports early; they are first used after the warm start. Raises
     ConfigError."""
     remote = config.remote
     if not config.mesh.remote or config.sampler.engine != "native":
         return
     read_tls(remote)
     address = parse_address(remote.listen, what="remote.listen")
-    if config.mesh.samplers_in == "external":  # for processes of its own the run makes a secret
+    if config.mesh.samplers_in == "external":  # else the run generates a secret
         check_secret(read_secret(), remote.listen, loopback=address.is_loopback)
     if lockstep.plays:
         _check_free(address, f"remote.listen={remote.listen}")
@@ -29,13 +29,13 @@ def check_listening(config: Config, lockstep: Lockstep) -> None:
 
 
 def _check_free(address: Address, setting: str) -> None:
-    """Raise ConfigError if nothing can listen there now."""
+    """Raise ConfigError if the address cannot be listened on now."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
         raise ConfigError(
-            f"{setting}: nothing can listen at {address} ({why}). Choose another port (0 takes a "
+            f"{setting}: cannot listen at {address} ({why}). Choose another port (0 takes a "
             "free one), or set remote.listen to an address of this machine."
         ) from error

@@ -1,10 +1,11 @@
-"""The sampler processes that a run starts on its own machine, and starts again when they end.
+"""The sampler processes that a run starts on its own machine and restarts when they end.
 
     LocalSamplers.run (a thread) ──starts──> python -m jaxrl_async.sample --join ADDRESS
                  ^                                      │ ended: killed, out of memory, an error
                  └──────────── backoff ─────────────────┘ too often: given up
 
-Each joins the run as one from elsewhere does; its output is a file in the run's folder.
+Each process joins the run like a sampler on another machine; its output goes to a file in the run's
+folder.
 """
 
 import logging
@@ -26,24 +27,25 @@ from jaxrl_async.run.pinning import Place
 from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
 
 LOOK_S = 0.2
-"""Time between two looks at the processes, seconds."""
+"""Interval between two checks of the processes, seconds."""
 BY_ITSELF_S = 2.0
-"""Longest wait for a process to end by itself, seconds; then it gets SIGTERM: it may not have
-joined yet, and not know that the run has ended."""
+"""Maximum wait for a process to exit on its own, seconds; then it gets SIGTERM. It may not have
+joined yet and thus not know that the run has ended."""
 CLOSE_S = 5.0
-"""Longest wait for all processes to end, seconds; then they are killed. It must fit into
-checkpoint.grace_s, beside a save."""
+"""Maximum wait for all processes to end, seconds; then they are killed. Together with a save, it
+must fit into checkpoint.grace_s."""
 JOIN_S = 60.0
-"""Longest time in which a process finds the trainer, seconds: it listens already, or has died."""
+"""Maximum time in which a process must find the trainer, seconds: the trainer already listens, or
+has died."""
 LOG_TAIL = 2000
-"""Characters of a process's output that its last error quotes."""
+"""Number of characters of a process's output that the final error quotes."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class Child:
-    """One sampler process, and those before it in its place."""
+    """One sampler process, and the state kept across its restarts."""
 
     name: str
     place: Place
@@ -56,16 +58,17 @@ class Child:
 
 @dataclass(slots=True, kw_only=True)
 class LocalSamplers:
-    """Sampler processes of this machine. One thread at a time looks after them; close from any."""
+    """Sampler processes of this machine. One thread at a time supervises them; any thread may call
+    close."""
 
     address: str  # HOST:PORT of the trainer
     places: Sequence[Place]  # of each sampler
     faults: FaultsSection
     secret: str = field(repr=False)
     logs: Path  # folder of their output
-    environment: Mapping[str, str]  # beside what each one's place adds
+    environment: Mapping[str, str]  # common; each place adds its own
     count: Callable[[str], None]  # faults, by name (metrics.fault_counts)
-    traced: bool = False  # whether each writes its spans beside its output
+    traced: bool = False  # each writes its spans next to its output
     children: list[Child] = field(default_factory=list)
     _closed: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -80,13 +83,13 @@ class LocalSamplers:
             self._start(child)
 
     def run(self) -> None:
-        """Look after the processes until close. Raises RolloutError if none is left."""
+        """Supervise the processes until close. Raises RolloutError if none is left."""
         while not self._closed.wait(LOOK_S):
             self.look()
 
     def look(self) -> int:
-        """Start those again that have ended; return how many are not given up. Raises RolloutError
-        if none is left."""
+        """Restart processes that have ended; return the number of processes not given up. Raises
+        RolloutError if none is left."""
         for child in self.children:
             self._look(child)
         if kept := sum(not child.lost for child in self.children):
@@ -99,24 +102,24 @@ class LocalSamplers:
         )
 
     def stop(self) -> None:
-        """Start no process any more, and end `run`. Idempotent."""
+        """Start no more processes, and end `run`. Idempotent."""
         with self._lock:
             self._closed.set()
 
     def close(self) -> None:
-        """End all processes: those that the trainer has told to go do so by themselves.
+        """End all processes. Those that the trainer has asked to leave exit on their own.
         Idempotent."""
         self.stop()
         began = time.monotonic()
         for process in self._running(began + BY_ITSELF_S).values():
             process.terminate()
         for name, process in self._running(began + CLOSE_S).items():
-            log.warning("%s did not end by itself; it is killed", name)
+            log.warning("%s did not exit in time; killing it", name)
             process.kill()
             process.wait()
 
     def _running(self, until: float) -> dict[str, subprocess.Popen[bytes]]:
-        """Wait for the processes to end; return those that have not by then, by name."""
+        """Wait for the processes to end; return those still running at the deadline, by name."""
         running = {}
         for child in self.children:
             if child.process is None:
@@ -145,7 +148,7 @@ class LocalSamplers:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the trainer's to answer
+                start_new_session=True,  # only the trainer handles Ctrl-C
             )
         child.started_at, child.ended_at = time.monotonic(), None
 

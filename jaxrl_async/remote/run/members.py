@@ -1,10 +1,11 @@
-"""The trainer's side of samplers in processes of their own: who joins, and what they are told.
+"""The trainer's side of samplers in separate processes: admits them and gives them their
+configuration.
 
-    Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a seat of the router
+    Hello ──checked──> Welcome ──> an end of the weight channel ──entered──> a router replica
       ^                                   │                                      │
-      └── refused, with the reason        └── the session ends: the end leaves ──┴─ the seat is gone
+      └── refused, with the reason        └── the session ends: the end leaves ──┴─ it is removed
 
-The hub listens from the start of the run to its end; its address is in the run's folder.
+The hub listens for the whole run; its address is in the run's folder.
 """
 
 import dataclasses
@@ -45,39 +46,39 @@ from jaxrl_async.weights.channel import WeightChannel
 log = logging.getLogger(__name__)
 
 GOODBYE_S = 5.0
-"""Longest wait for all samplers to go when the run ends, seconds."""
+"""Maximum wait for all samplers to leave when the run ends, seconds."""
 PATIENCE = 0.5
-"""Of remote.silence_s: after so long without a word a sampler loses its name to one that asks for
-it. It says something twice in that time."""
+"""Fraction of remote.silence_s after which a silent sampler loses its name to another one that
+requests it. A live sampler sends at least two messages in that time."""
 LEAST_GOODBYE_S = 1.0
-"""Of that, what is left in any case for the ends of the connections, seconds."""
+"""Minimum part of GOODBYE_S reserved for closing the connections, seconds."""
 RUN_ENDED = "the run has ended"
-"""What samplers are told then."""
+"""Reason that samplers get when the run ends."""
 LOOK_S = 0.1
-"""How often a run that waits for its first samplers looks for a stop, seconds."""
+"""Interval at which a run that waits for its first samplers checks for a stop, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What every sampler of a run is told, and what its slice is checked against."""
+    """Configuration for every sampler of a run; it is also checked against the sampler's slice."""
 
     config: Config
     spec: ModelSpec
-    layout_hash: str  # of the weights that it will be offered
-    places: int  # requests that a sampler holds at once
-    probe_ids: IntArray | None = None  # tokens on which new weights are checked; None: any
+    layout_hash: str  # of the offered weights
+    places: int  # requests that a sampler holds at the same time
+    probe_ids: IntArray | None = None  # tokens to check new weights on; None: any
 
     def welcome(self, hello: Hello) -> Welcome:
-        """Return the answer to a sampler. Raises JoinRefused."""
+        """Return the Welcome for a sampler. Raises JoinRefused."""
         axes = dict(hello.mesh) or self.config.mesh.sampler.model_dump()
         try:
             shape = AxesSection(**axes)
         except ValueError as error:
-            raise JoinRefused(f"--mesh of {hello.name} cannot be a sampler's: {error}") from None
+            raise JoinRefused(f"--mesh of {hello.name} is invalid for a sampler: {error}") from None
         if shape.context > 1:
             raise JoinRefused(
                 f"--mesh of {hello.name} has context={shape.context}: a sampler decodes one token "
-                "of each sequence at a time and has no length to divide. Use tensor."
+                "of each sequence at a time and cannot shard the length. Use tensor."
             )
         return Welcome(
             config=self.config.model_dump(mode="json"),
@@ -91,10 +92,10 @@ class Invitation:
 
 
 class Members:
-    """The samplers that have joined a run. Any thread.
+    """The samplers that have joined a run. Thread-safe.
 
     Attributes:
-        address: where samplers join.
+        address: address at which samplers join.
     """
 
     def __init__(
@@ -113,18 +114,18 @@ class Members:
         """Listen for samplers.
 
         Args:
-            invitation: what they are told.
-            channel: they count there for the live version.
-            outbox: where they get their weights from.
-            router: where they get their requests from.
+            invitation: configuration for the samplers.
+            channel: includes them in the live version.
+            outbox: sends them the weights.
+            router: sends them the requests.
             check: of the requests.
-            secret: that they must know; empty: none.
+            secret: they must prove it; empty: none.
             tls: files for encrypted connections; None: they are not encrypted.
-            count: called with the name of each fault and how often.
-            made: the secret, if the run made it for samplers that join by hand: they find it in the
-                run's folder or, those of this user, by the port until `close`.
+            count: called with the name of each fault and its number of occurrences.
+            made: the secret, if the run generated it for manually started samplers. They find it in
+                the run's folder or, for this user, by the port until `close`.
 
-        Raises ConfigError: nothing can listen at remote.listen, or it would need a secret.
+        Raises ConfigError if remote.listen cannot be listened on, or needs a secret.
         """
         self._invitation, self._channel, self._router = invitation, channel, router
         self._outbox = outbox
@@ -133,7 +134,7 @@ class Members:
         self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
         self._drawing: set[str] = set()  # names of those that have entered
         self._closing = False
-        self._profiled: dict[str, set[int]] = {}  # steps that each is yet to send a trace of
+        self._profiled: dict[str, set[int]] = {}  # steps for which each still has to send a trace
         self._folder: Path | None = None  # the run's
         self._made, self._known = made, ExitStack()
         remote = invitation.config.remote
@@ -154,19 +155,19 @@ class Members:
         return self._hub.address
 
     def announce(self, folder: Path) -> None:
-        """Write the address, and the secret if the run has made it, into the run's folder, and say
-        the address on the log."""
+        """Write the address, and the secret if the run generated it, into the run's folder; log the
+        address."""
         self._folder = folder
         write_join_file(folder, self.address, self._invitation.config.run.name, self._made)
         log.info("samplers join at %s", self.address)
 
     def wait_for_least(self, stop: Stop, started: Callable[[], int] = lambda: 0) -> None:
-        """Wait until the samplers draw with which the run begins, or a stop is asked for.
+        """Wait until enough samplers are generating to begin the run, or a stop is requested.
 
         Args:
             stop: ends the wait.
-            started: looks after the processes that the run starts itself, all of which must have
-                joined; returns their number, and raises RolloutError if they fail.
+            started: supervises the processes that the run starts itself, which must all have
+                joined. Returns their number, and raises RolloutError if they fail.
 
         Raises RolloutError if fewer than remote.min_samplers have joined after remote.wait_s.
         """
@@ -184,15 +185,15 @@ class Members:
                 log.warning("waiting for %d samplers at %s", least - entered, self.address)
             if time.monotonic() > end:
                 raise RolloutError(
-                    f"{entered} samplers draw after remote.wait_s ({remote.wait_s:g} s), and the "
-                    f"run begins with {least} (remote.min_samplers). Start it again, and while it "
-                    "waits start them with `python -m jaxrl_async.sample --join HOST:PORT` (here "
-                    f"it was {self.address}), or look at their output."
+                    f"{entered} samplers are generating after remote.wait_s ({remote.wait_s:g} s), "
+                    f"but the run needs {least} (remote.min_samplers). Restart the run, and while "
+                    "it waits start samplers with `python -m jaxrl_async.sample --join HOST:PORT` "
+                    f"(here it was {self.address}), or check their output."
                 )
 
     def profile(self, step: int, *, on: bool) -> None:
-        """Have the first MOST_SAMPLERS samplers take a trace of a step, or end it and send it. One
-        whose connection is full takes none: the trainer does not wait for it."""
+        """Ask the first MOST_SAMPLERS samplers to start the trace of a step, or to end and send it.
+        A sampler whose connection is full is skipped: the trainer does not wait for it."""
         with self._changed:
             drawing = sorted(self._drawing)
             if on:
@@ -216,17 +217,17 @@ class Members:
                 self._profiled[name].discard(step)
 
     def begin_close(self) -> None:
-        """Let nobody in any more; that samplers go is no news from now on. Idempotent."""
+        """Admit no more samplers; from now on, leaving samplers cause no warnings. Idempotent."""
         with self._changed:
             self._closing = True
 
     def close(self) -> None:
-        """Tell all samplers that the run has ended, and listen no more. Idempotent."""
+        """Tell all samplers that the run has ended, and stop listening. Idempotent."""
         with self._changed:
             self._closing = True
             sessions = [session for session, _ in self._joined.values()]
         end_s = time.monotonic() + GOODBYE_S
-        for session in sessions:  # one that takes nothing keeps nobody else waiting
+        for session in sessions:  # one that does not respond must not delay the others
             threading.Thread(
                 target=_send_away, args=(session,), name="goodbye", daemon=True
             ).start()
@@ -236,7 +237,7 @@ class Members:
         self._hub.close(RUN_ENDED, max(LEAST_GOODBYE_S, end_s - time.monotonic()))
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
-        """Take in a sampler that has proved the secret. Raises JoinRefused."""
+        """Admit a sampler that has proved the secret. Raises JoinRefused."""
         welcome = self._invitation.welcome(hello)
         earlier = self._take_name(session, hello)
         if earlier is not None:
@@ -255,10 +256,10 @@ class Members:
         return welcome
 
     def _take_name(self, session: WireSession, hello: Hello) -> WireSession | None:
-        """Give a sampler its name; return the session that had it, which must end.
+        """Assign a sampler its name; return the session that held it before, which must end.
 
-        A name is its owner's as long as the owner says something: whoever comes second then is
-        refused, so that no two living samplers throw each other out. The same sampler, whose
+        A sampler keeps its name while it sends messages. A second sampler with the name is then
+        refused, so two live samplers cannot evict each other. The same sampler, after its
         connection broke, does not wait. Raises JoinRefused.
         """
         silent: WireSession | None = None
@@ -274,25 +275,27 @@ class Members:
                     return earlier
             if earlier.says_something(self._patience_s):
                 raise JoinRefused(
-                    f"a sampler called {hello.name!r} is there already: give each its own --name."
+                    f"a sampler named {hello.name!r} has already joined: give each a different "
+                    "--name."
                 )
             silent = earlier
 
     def _admit(
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
     ) -> None:
-        """Offer the weights to a sampler that can take them."""
+        """Offer the weights to a sampler that is ready for them."""
         hello = replace(hello, data_address=prepared.data_address)
         end = RemoteEnd(session, hello, self._channel.exchange, self._outbox)
         replica.draws_from(lambda: end.live_version)
         end.on_entered(lambda: self._seat(session, hello, replica))
 
     def _take_trace(self, name: str, profiled: Profiled) -> None:
-        """Write a trace that a sampler was asked for. Raises RolloutError for any other."""
+        """Write a trace that was requested from a sampler. Raises RolloutError for any other
+        trace."""
         with self._changed:
             asked = self._profiled.get(name, set())
             if profiled.step not in asked:
-                raise RolloutError(f"it sends a trace of step {profiled.step}: none was asked for")
+                raise RolloutError(f"it sent an unrequested trace of step {profiled.step}")
             asked.discard(profiled.step)
         if profiled.error:
             log.warning(
@@ -308,14 +311,14 @@ class Members:
 
     def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         seat = self._router.join(replica)
-        log.info("%s draws; seat %d", hello.name, seat)
+        log.info("%s is generating as replica %d", hello.name, seat)
         with self._changed:
             if self._is_held(hello.name, session):
                 self._drawing.add(hello.name)
             self._changed.notify_all()
 
     def _is_held(self, name: str, session: WireSession) -> bool:
-        """Return whether the sampler of this name is still the one of this session."""
+        """Return True if this session still holds the sampler's name."""
         return name in self._joined and self._joined[name][0] is session
 
     def _gone(self, name: str, session: WireSession, reason: str) -> None:
@@ -328,7 +331,7 @@ class Members:
 
 
 def _send_away(session: WireSession) -> None:
-    """Ask a sampler to go, unless it is about to. Blocks while it takes nothing."""
+    """Ask a sampler to leave, unless its session has ended. Blocks while it receives nothing."""
     if session.ended is None:
         try:
             session.send(Leave(reason=RUN_ENDED))

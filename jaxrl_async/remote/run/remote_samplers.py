@@ -1,5 +1,5 @@
-"""Samplers in processes of their own: the router and the channel that they join, and, where the run
-starts them itself, the processes."""
+"""Samplers in separate processes: the router and the weight channel that they join, and the
+processes if the run starts them itself."""
 
 import hashlib
 import itertools
@@ -49,7 +49,7 @@ from jaxrl_async.weights.conversion import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 
 LOGS = "samplers"
-"""Folder of the output of the processes that a run starts, in the run's folder."""
+"""Folder within the run's folder for the output of the processes that the run starts."""
 
 log = logging.getLogger(__name__)
 
@@ -64,20 +64,21 @@ def make_remote_sampling(
     closing: ExitStack,
     base: Params | None = None,
 ) -> Sampling:
-    """Make the router and the channel that samplers join; the first process listens for them.
+    """Create the router and the weight channel that samplers join; the first process listens for
+    them.
 
     Args:
         config: remote, mesh, sampler, weights, faults, and the seed.
         inputs: the policy's spec, the slices, and the counts of faults.
-        weights: the policy's, on the trainer's slice.
+        weights: of the policy, on the trainer's slice.
         gate: notified when a version is live in every sampler.
         lockstep: the processes of the trainer.
-        folder: the run's.
-        closing: ends processes, connections and offers, also where a later part cannot be made.
-        base: what an adapter changes, on the trainer's slice; it is sent once to each sampler.
+        folder: the run's folder.
+        closing: ends processes, connections and offers, also if a later step fails.
+        base: frozen base weights of an adapter, on the trainer's slice; sent once to each sampler.
             None: `weights` are all weights.
 
-    Raises ConfigError, in all processes of the trainer, if their environments' secrets differ.
+    Raises ConfigError in all processes of the trainer if the secrets in their environments differ.
     """
     faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec, run_probe_ids(inputs))
@@ -132,7 +133,8 @@ def make_remote_sampling(
 
 
 def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params | None:
-    """Return the frozen base in the types that samplers get; it is copied only to change these."""
+    """Return the frozen base in the dtypes that samplers get; it is copied only to convert
+    dtypes."""
     sent = sent_once(config.weights, config.model, inputs.spec)
     if base is None or sent is None:
         return None
@@ -145,7 +147,7 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
 def invitation(
     config: Config, spec: ModelSpec, sent: SentWeights, probe_ids: IntArray
 ) -> Invitation:
-    """Return what a sampler that joins is told, and has to agree with."""
+    """Return the configuration that a joining sampler gets and must match."""
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, keep_routing=keeps)
     return Invitation(
@@ -164,14 +166,14 @@ def make_outbox(
     lockstep: Lockstep,
     secret: bytes,
 ) -> WeightOutbox:
-    """Make what offers the weights to other processes.
+    """Create the outbox that offers the weights to other processes.
 
     Args:
         config: remote, mesh, weights, and the run's name.
         inputs: the slices, and the counts of faults.
-        sent: what is sent of the policy.
+        sent: the policy's weights that are sent.
         lockstep: the processes of the trainer; each offers its own part.
-        secret: that connections for weights must prove.
+        secret: to be proved by connections for weights.
     """
     remote, faults = config.remote, inputs.faults
     offering: Offering = make_offering(
@@ -207,12 +209,12 @@ def local_samplers(
     logs: Path,
     count: Callable[[str], None],
 ) -> LocalSamplers:
-    """Make the sampler processes of this machine; nothing is started yet.
+    """Create the sampler processes of this machine, without starting them.
 
     Args:
         config: mesh, remote and faults.
-        members: whom they join.
-        secret: that they show.
+        members: the run's side that they join.
+        secret: to be proved by them.
         logs: folder of their output.
         count: called with the name of each fault.
     """
@@ -239,14 +241,15 @@ def local_samplers(
 
 
 def _agreed_secret(given: bytes, lockstep: Lockstep) -> bytes:
-    """Return the environment's secret or, if no process of the trainer has one, one that is made
-    for this start of the run; it is the same in all. Raises ConfigError in all if theirs differ."""
+    """Return the environment's secret or, if no process of the trainer has one, one generated for
+    this start of the run. It is the same in all processes. Raises ConfigError in all if the secrets
+    differ."""
     sums = lockstep.gather_json(hashlib.sha256(given).hexdigest() if given else "")
     if len(set(sums)) > 1:
         have = [index for index, found in enumerate(sums) if found]
         raise ConfigError(
             f"the {len(sums)} processes of the trainer have different secrets: {SECRET_VARIABLE} "
-            f"is set in processes {have}, and has to have the same value in all, or be set in none"
+            f"is set in processes {have}; set it to the same value in all, or in none"
         )
     if given:
         return given

@@ -1,5 +1,5 @@
-"""What a sampler process is built of, from the trainer's Welcome: model, mesh, and the way of the
-weights. Each process of a sampler over several hosts builds the same."""
+"""Parts of a sampler process, built from the trainer's Welcome: model, mesh and weight transfer.
+Each process of a sampler on several hosts builds the same parts."""
 
 import dataclasses
 import logging
@@ -50,24 +50,24 @@ from jaxrl_async.sampler.setup import SamplerSetup, build_setup
 from jaxrl_async.weights.manifest import manifest_of
 
 TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
-"""Settings of a connection that each side has its own of."""
+"""Connection settings that differ on each side."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerParts:
-    """What the trainer's Welcome says, on this process's devices."""
+    """The contents of the trainer's Welcome, on this process's devices."""
 
     welcome: Welcome
     config: Config
     spec: ModelSpec
     mesh: Mesh
-    target: Params  # what each version brings, as ShapeDtypeStructs with shardings
-    base: Params | None = None  # what comes once, if that is an adapter, likewise
+    target: Params  # weights of each version, as ShapeDtypeStructs with shardings
+    base: Params | None = None  # base weights of an adapter, sent once, likewise
 
     def setup(self, followers: Followers = NO_FOLLOWERS) -> SamplerSetup:
-        """Return the setup of the sampler. followers: its other processes, where this one leads."""
+        """Return the setup of the sampler. followers: its other processes, if this one leads."""
         settings = replace(
             sampler_settings(self.config, self.spec, self.welcome.probe_ids),
             one_thread=uses_one_thread(self.mesh, colocated=False),
@@ -79,14 +79,14 @@ class SamplerParts:
     def receiver(
         self, session: Session, own: RemoteSection, *, host: str, secret: bytes
     ) -> tuple[WeightReceiver, str]:
-        """Begin to fetch what is offered on a session; return also the address at which this
-        process passes weights on.
+        """Start fetching the weights offered on a session. Returns the receiver and the address at
+        which this process relays weights.
 
         Args:
-            session: on which the offers come.
-            own: names this side's certificates, and its port if it was given one.
-            host: of this machine, as other samplers reach it.
-            secret: that connections prove.
+            session: receives the offers.
+            own: this side's certificates, and its port if set.
+            host: this machine's address for other samplers.
+            secret: to be proved by connections.
         """
         given = own.model_dump(include=TLS_FILES | ({"data_port"} & own.model_fields_set))
         fetching = make_fetching(
@@ -102,8 +102,8 @@ class SamplerParts:
         return receiver, fetching.address
 
     def _frozen_base(self, target: Params, fetching: Fetching) -> BaseBringer:
-        """Return what brings the base: from model.path if this machine has it, and it is sent as it
-        is stored."""
+        """Return the loader of the base. It reads model.path if this machine has it and the base is
+        sent in its stored form."""
         path, layout = self.config.model.path, manifest_of(target).layout_hash
         readable = (
             path is not None
@@ -125,7 +125,7 @@ class SamplerParts:
 
 
 def parts_of(welcome: Welcome) -> SamplerParts:
-    """Read a Welcome, and lay the sampler's mesh over the devices of this JAX world. Raises
+    """Read a Welcome, and create the sampler's mesh on the devices of this JAX world. Raises
     ConfigError and MeshError."""
     config = config_of(welcome)
     spec, mesh = sent_spec(welcome.spec), sampler_mesh(welcome.mesh)
@@ -151,26 +151,26 @@ def config_of(welcome: Welcome) -> Config:
 
 
 def check_code(welcome: Welcome, secret: bytes) -> None:
-    """Raise ConfigError if the model's layers are a class in a file of this machine, which would be
-    executed, and nobody whom this user trusts named it.
+    """Raise ConfigError if the model's layers are a class in a file on this machine that this user
+    has not approved, since the file would be executed.
 
-    secret: that the trainer has proved; empty: none.
+    secret: proved by the trainer; empty: none.
     """
     own = sent_own(welcome.spec)
     if own is None or is_strong(secret) or is_loaded(own):
         return
     named = printable(f"{own.file}:{own.name}")
     raise ConfigError(
-        f"the trainer names {named} as the model's layers, and has not proved a "
-        "secret of its user: the file is not executed. Set the environment variable "
+        f"the trainer names {named} as the model's layers, but has not proved a "
+        "strong shared secret: the file is not executed. Set the environment variable "
         f"{SECRET_VARIABLE} to the same {LEAST_BYTES} characters or more there and here, or read "
         f"the file and name it here: --decoder {named}"
     )
 
 
 def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
-    """Ask JAX's CPU backend, before its first use, for this process's part of a slice; without
-    effect if an accelerator is the default backend."""
+    """Request the CPU devices of this process's part of a slice, before JAX's CPU backend is first
+    used. It has no effect if an accelerator is the default backend."""
     skip_absent_accelerators()
     needed = math.prod(axes.values())
     if needed > 1:
@@ -178,20 +178,20 @@ def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", max(1, needed // processes))
     except RuntimeError:
-        log.info("JAX was started before; the slice uses the devices that are there")
+        log.info("JAX is already initialized; the slice uses the existing devices")
 
 
 def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
-    """Return the mesh of a sampler on the devices of this JAX world. Raises MeshError if they are
-    too few, or if the TPU compiler refuses them."""
+    """Return the mesh of a sampler on the devices of this JAX world. Raises MeshError if there are
+    too few, or if the TPU compiler refuses the mesh."""
     if not jax.distributed.is_initialized():
         claim_sampler_devices(axes)
     needed, devices = math.prod(axes.values()), jax.devices()
     if len(devices) < needed:
         shape = ", ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
         raise MeshError(
-            f"the sampler's slice needs {needed} devices ({shape}), and there are {len(devices)} "
-            f"here: {devices[0].platform}. Give --mesh other axes, such as tensor={len(devices)}, "
+            f"the sampler's slice needs {needed} devices ({shape}), but this machine has "
+            f"{len(devices)}: {devices[0].platform}. Set --mesh, such as tensor={len(devices)}, "
             "or change mesh.sampler of the run."
         )
     mesh = make_mesh(AxesSection(**axes), devices[:needed])
@@ -211,7 +211,7 @@ def sent_spec(fields: Mapping[str, Any]) -> ModelSpec:
 
 
 def sent_own(fields: Mapping[str, Any]) -> OwnCode | None:
-    """Return the user's class that a Welcome names; None: it names none. Raises ConfigError."""
+    """Return the user's layer class named in a Welcome, or None. Raises ConfigError."""
     try:
         own = ModelSpec.from_fields(fields).own
         if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):

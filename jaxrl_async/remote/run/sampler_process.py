@@ -1,9 +1,10 @@
-"""A sampler in a process of its own: it joins a run, draws until it is told to go, and leaves.
+"""A sampler in a separate process: it joins a run, generates until it is asked to leave, and
+leaves.
 
 dial ──Welcome──> engine ──the first weights──> Sampler ──Live──> requests, weights
   ^                                                        │
-  └────────── the trainer is gone: it may come again ──────┘
-SIGTERM, Ctrl-C, Leave: what is running is handed back to the trainer, and the process ends
+  └───────── the trainer is gone: it may come back ────────┘
+SIGTERM, Ctrl-C, Leave: running requests are handed back to the trainer, and the process ends
 """
 
 import logging
@@ -47,50 +48,50 @@ from jaxrl_async.sampler.sampler import Sampler
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often a sampler looks whether it was asked to stop, seconds."""
+"""Interval at which a sampler checks for a stop, seconds."""
 BEAT_S = 0.5
-"""Longest time between two reports of the statistics, seconds."""
+"""Maximum time between two reports of the statistics, seconds."""
 
 
 PROGRAMS = "programs"
-"""Folder of compiled programs (private_folder), unless JAX_COMPILATION_CACHE_DIR names one."""
+"""Folder of compiled programs (private_folder), unless JAX_COMPILATION_CACHE_DIR is set."""
 
 
 class Outcome(StrEnum):
-    """Why a sampler no longer serves a run."""
+    """Reason why a sampler no longer serves a run."""
 
-    FINISHED = "finished"  # the trainer told it to go
-    LOST = "lost"  # the connection to the trainer
-    STOPPED = "stopped"  # by a signal
+    FINISHED = "finished"  # the trainer asked it to leave
+    LOST = "lost"  # the connection to the trainer was lost
+    STOPPED = "stopped"  # stopped by a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """What a sampler process is started with."""
+    """Arguments of a sampler process."""
 
     address: str  # of the trainer: HOST:PORT, file:PATH or a run's folder
     name: str  # "": the machine's name and the process id
-    axes: Mapping[str, int]  # of its slice; {}: as mesh.sampler of the run says
-    wait_s: float  # longest time without a trainer
-    once: bool  # end when the trainer is gone, rather than wait for it
-    remote: RemoteSection  # its files of certificates, and its data_port if it is given one
-    process: int = 0  # number of this process among those of the sampler
-    processes: int = 1  # of the sampler: one on each host of its slice
+    axes: Mapping[str, int]  # of its slice; {}: mesh.sampler of the run
+    wait_s: float  # maximum time without a trainer
+    once: bool  # end when the trainer is gone instead of waiting for it
+    remote: RemoteSection  # its certificate files, and its data_port if set
+    process: int = 0  # index of this process within the sampler
+    processes: int = 1  # processes of the sampler: one per host of its slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What this process shows to others, and asks of them."""
+    """Credentials that this process presents and requires."""
 
-    secret: bytes = field(repr=False)  # of the environment; empty: the trainer's file has one
+    secret: bytes = field(repr=False)  # of the environment; empty: use the trainer's file
     tls: TlsFiles | None
 
 
 def run_sampler(joining: Joining) -> int:
-    """Join the run, again and again while its trainer comes back; return the exit code.
+    """Join the run, and rejoin whenever its trainer comes back; return the exit code.
 
-    Raises JoinRefused if the trainer says no, Disconnected if none answers within wait_s, and what
-    building a sampler raises.
+    Raises JoinRefused if the trainer refuses, Disconnected if no trainer answers within wait_s, and
+    the errors of building a sampler.
     """
     programs = private_folder(PROGRAMS)
     keep_used(programs)
@@ -98,7 +99,7 @@ def run_sampler(joining: Joining) -> int:
     shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
     instance = secrets.token_hex(8)
     with Stop() as stop:
-        stop.answer = "handing back what is running, and leaving"
+        stop.answer = "handing back running requests and leaving"
         if joining.processes > 1:
             claim_sampler_devices(joining.axes, joining.processes)
         if joining.process:
@@ -111,14 +112,14 @@ def run_sampler(joining: Joining) -> int:
             if outcome is Outcome.FINISHED:
                 return 0
             if joining.once or joining.processes > 1:
-                why = "--once" if joining.once else "all its processes must start again"
-                log.error("the trainer is gone: this sampler ends, too (%s)", why)
+                why = "--once" if joining.once else "all its processes must be restarted"
+                log.error("the trainer is gone: this sampler also ends (%s)", why)
                 return 1
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
 
 
 def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) -> Outcome:
-    """Join, serve until the session ends, and tell how that was."""
+    """Join, serve until the session ends, and return the outcome."""
     with ExitStack() as closing:
         hello = Hello(
             name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
@@ -146,7 +147,7 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
 def _dialled(
     joining: Joining, hello: Hello, shown: Credentials, stop: Stop
 ) -> tuple[WireSession | None, Welcome | None]:
-    """Dial until the trainer answers; (None, None): a signal came first."""
+    """Dial until the trainer answers; (None, None): a signal arrived first."""
     try:
         return dial(
             joining.address,
@@ -170,14 +171,15 @@ def _serve(
     stop: Stop,
     closing: ExitStack,
 ) -> Outcome:
-    """Build the sampler, and serve the trainer until the session ends or a signal comes."""
+    """Build the sampler, and serve the trainer until the session ends or a signal arrives."""
     config = config_of(welcome)
     check_code(welcome, session.secret)
     add_labels(run=config.run.name)
     remote, host = config.remote, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
-    # Before it draws there is nothing to hand back: whoever waits for weights ends.
-    with stop.acting_on(lambda: session.end(f"{stop.reason}, before it drew anything")):
+    # Before it generates there is nothing to hand back: ending the session ends any wait for
+    # weights.
+    with stop.acting_on(lambda: session.end(f"{stop.reason}, before it generated anything")):
         if joining.processes > 1:
             sampler = lead_sampler(
                 session,
@@ -192,7 +194,7 @@ def _serve(
             sampler = _own_sampler(joining, session, welcome, host, closing)
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
-    log.info("draws for %s with weights of version %d", welcome.run, sampler.version)
+    log.info("generating for %s with weights of version %d", welcome.run, sampler.version)
     check = Progress(
         lambda: _progress(sampler), config.faults.sampler_hang_s, time.monotonic, "the sampler"
     )
@@ -206,7 +208,7 @@ def _serve(
 
 
 def _progress(sampler: Sampler) -> tuple[int, bool]:
-    """Return the number of its blocks, and whether it has requests."""
+    """Return the number of blocks of the sampler, and whether it has requests."""
     stats = sampler.stats()
     return stats.blocks, stats.in_flight + stats.waiting > 0
 
@@ -218,7 +220,7 @@ def _own_sampler(
     host: str,
     closing: ExitStack,
 ) -> Sampler:
-    """Return the sampler of this process alone, once it has weights; it reports them live."""
+    """Return the sampler of this single process once it has weights; it reports them as live."""
     parts = parts_of(welcome)
     setup = parts.setup()
     receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
@@ -234,8 +236,7 @@ def _own_sampler(
 
 
 def own_host(trainer: str) -> str:
-    """Return the address of this machine that other samplers reach: of the interface that leads to
-    the trainer."""
+    """Return this machine's address for other samplers, on the interface towards the trainer."""
     try:
         host = locate_trainer(trainer).address.host
         family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]

@@ -1,10 +1,10 @@
-"""A sampler over the hosts of one slice: one process on each, in one JAX world.
+"""A sampler on the hosts of one slice: one process on each host, in one JAX world.
 
     trainer ──session──> process 0: leads ──Begin, rounds──> process 1, 2, ...: follow
                             └──────────── Offer ───────────────> each fetches its own part
 
-The first process joins the run, as a sampler of one process does; the others get the trainer's
-Welcome from it. They end together: programs over all devices wait for every process.
+The first process joins the run like a single-process sampler; the others get the trainer's Welcome
+from it. All processes end together, since programs over all devices wait for every process.
 """
 
 import logging
@@ -38,18 +38,18 @@ def lead_sampler(
     stop: Stop,
     closing: ExitStack,
 ) -> Sampler:
-    """Return the sampler of all processes of this JAX world, in the first of them.
+    """Return the sampler of all processes of this JAX world; call this in the first process.
 
     Args:
         session: with the trainer.
         welcome: from the trainer.
-        own: names the certificates and the port of this side.
-        host: of this machine, as others reach it.
-        secret: that connections for weights prove.
-        stop: asked for if a following process is told to go.
-        closing: closes what is made here.
+        own: the certificates and the port of this side.
+        host: this machine's address for other processes.
+        secret: to be proved by connections for weights.
+        stop: requested if a following process is asked to leave.
+        closing: closes the objects created here.
 
-    Raises JoinRefused if a process does not come or differs, and what building a sampler raises.
+    Raises JoinRefused if a process does not join or differs, and the errors of building a sampler.
     """
     limits = WireLimits()
     hub = FollowerHub(jax.process_count(), welcome, limits=limits)
@@ -64,30 +64,30 @@ def lead_sampler(
     receiver, _ = parts.receiver(relay, own, host=host, secret=secret)
     closing.callback(receiver.close)
     weights = JointWeights(relay, RemoteSource(receiver))
-    session.send(Prepared())  # each process has only its part: none passes weights on
+    session.send(Prepared())  # each process has only its part: none relays weights
     sampler = closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
     receiver.begun()
     return sampler
 
 
 def begin_nothing() -> None:
-    """Tell the other processes, from the first, that the sampler does not begin."""
+    """Tell the other processes, from the first, that the sampler does not start."""
     LeaderPlace.told(None, leads=True)
 
 
 def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
-    """Do what the first process of this JAX world does, until its sampler is closed; blocks.
+    """Follow the first process of this JAX world until its sampler is closed; blocks.
 
     Args:
-        own: names the certificates and the port of this side.
-        stop: asked for by a signal; the first process is then asked to leave.
-        wait_s: longest wait for it.
+        own: the certificates and the port of this side.
+        stop: requested by a signal; the first process is then asked to leave.
+        wait_s: maximum wait for the first process.
 
-    Raises as remote.sampler.follower.follow does, and what building a sampler raises.
+    Raises the errors of remote.sampler.follower.follow, and of building a sampler.
     """
     place = LeaderPlace.told(None, leads=False)
     if place is None:
-        log.info("the first process does not begin: this one ends, too")
+        log.info("the first process does not start: this one also ends")
         return
     index = jax.process_index()
     session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)

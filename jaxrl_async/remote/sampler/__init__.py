@@ -1,1 +1,1 @@
-"""A sampler in another process, on the trainer's side and on its own."""
+"""A sampler in another process: the trainer's side and the sampler's side."""

@@ -1,5 +1,5 @@
-"""What a sampler in another process sends, checked where it comes in: an answer must be one that
-the request could have had. Pure host code."""
+"""Validates the answers of samplers in other processes on arrival: an answer must be possible for
+its request. Pure host code."""
 
 import math
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 
 LONGEST_TEXT = 2000
-"""Characters of an error's text that are kept."""
+"""Maximum length of an error's text, characters; the rest is dropped."""
 HIGHEST_LOGPROB = 1e-3
-"""Highest log-prob that counts as one: above 0 by no more than rounding."""
+"""Maximum valid log-prob: 0 plus rounding errors."""
 LOWEST_LOGPROB = -200.0
-"""Lowest log-prob of a token in the distribution that it was drawn from. Noise of float32 draws
-none below about -17 - log(vocabulary), and no model's certainty changes that."""
+"""Minimum valid log-prob of a token under the distribution that it was sampled from. Sampling with
+float32 noise yields none below about -17 - log(vocabulary), for any model."""
 
 
 def checked_completion(
@@ -38,16 +38,15 @@ def checked_completion(
     stopped: bool,
     oldest: int = 0,
 ) -> Completion:
-    """Return the answer under the request's own id. Raises RolloutError, which says what cannot be
-    true of it.
+    """Return the answer under the request's own id. Raises RolloutError with what is invalid.
 
     Args:
-        completion: As it came.
-        given: What was asked: a request, or one that another sampler had begun.
+        completion: As received.
+        given: The request, or one partially completed by another sampler.
         room: The samplers' limits.
         newest: The newest version that a sampler may have.
-        oldest: The version from which this sampler drew when it was asked.
-        stopped: Whether the request was told to stop early (ports.Replica.save).
+        oldest: The version of this sampler when it got the request.
+        stopped: True if the request was stopped early (ports.Replica.save).
     """
     request, begun = _parts(given)
     name = f"the answer to request {request.request_id!r}"
@@ -57,7 +56,7 @@ def checked_completion(
     _check_stop(name, completion, request, stopped=stopped)
     for field in ("queued_s", "first_token_s", "latency_s"):
         if not _is_count(getattr(completion, field)):
-            raise RolloutError(f"{name}: {field} is no time.")
+            raise RolloutError(f"{name}: {field} is not a non-negative number.")
     drawn = Partial(
         request=request,
         token_ids=completion.token_ids,
@@ -80,11 +79,10 @@ def checked_completion(
 def checked_drawn(
     partial: Any, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
 ) -> Partial:
-    """Return a request that a sampler reports or hands back, under the request's own id and without
-    KV. Raises RolloutError, which says what cannot be true of it. The arguments are those of
-    checked_completion."""
+    """Return a partial that a sampler reports or hands back, under the request's own id and without
+    KV. Raises RolloutError with what is invalid. Takes the arguments of checked_completion."""
     request, begun = _parts(given)
-    name = f"what was drawn for request {request.request_id!r}"
+    name = f"the partial of request {request.request_id!r}"
     if not isinstance(partial, Partial):
         raise RolloutError(f"{name} is a {type(partial).__name__}.")
     partial = replace(partial, request=request, kv=None, kv_version=None)
@@ -96,27 +94,28 @@ def checked_drawn(
 
 
 def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
-    """Return statistics that came as a mapping. Raises RolloutError unless each is a known field
-    with a finite number from 0 on."""
+    """Return statistics received as a mapping. Raises RolloutError unless each is a known field
+    with a finite, non-negative number."""
     kinds: dict[str, type] = {f.name: type(f.default) for f in fields(SamplerStats)}
     if not isinstance(values, Mapping) or not kinds.keys() >= values.keys():
-        raise RolloutError("a sampler's statistics have a name that nobody knows.")
+        raise RolloutError("a sampler's statistics have an unknown name.")
     wrong = [name for name, value in values.items() if not _is_count(value)]
     if wrong:
-        raise RolloutError(f"a sampler's statistics: {wrong[0]} is no number from 0 on.")
+        raise RolloutError(f"a sampler's statistics: {wrong[0]} is not a non-negative number.")
     numbers: dict[str, Any] = {name: kinds[name](value) for name, value in values.items()}
     return SamplerStats(**numbers)
 
 
 def checked_text(text: Any) -> str:
-    """Return a text for people, shortened and in one line."""
+    """Return a printable text, truncated and on one line."""
     return printable(str(text), LONGEST_TEXT)
 
 
 def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
-    """Raise RolloutError unless tokens, log-probs and versions are of one length and in range."""
+    """Raise RolloutError unless tokens, log-probs and versions have equal lengths and are in
+    range."""
     if not _is_column(drawn.token_ids, np.int32):
-        raise RolloutError(f"{name}: token_ids is no row of int32.")
+        raise RolloutError(f"{name}: token_ids is not a row of int32.")
     ids = checked_ids(drawn.token_ids, room.vocab)
     if isinstance(ids, str):
         raise RolloutError(f"{name}: token_ids {ids}.")
@@ -127,8 +126,8 @@ def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
         raise RolloutError(f"{name}: versions is not one int32 for each of {len(ids)} tokens.")
     if len(ids) and (versions[0] < 0 or versions[-1] > newest or (np.diff(versions) < 0).any()):
         raise RolloutError(
-            f"{name}: versions go from {versions[0]} to {versions[-1]}; they must not fall, and "
-            f"lie between 0 and {newest}, the newest."
+            f"{name}: versions go from {versions[0]} to {versions[-1]}; they must not decrease, "
+            f"and lie between 0 and {newest}, the newest."
         )
 
 
@@ -137,19 +136,19 @@ def _parts(given: Request | Partial) -> tuple[Request, Partial | None]:
 
 
 def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, oldest: int) -> None:
-    """Raise RolloutError unless what was drawn continues what was given, with log-probs that a
-    draw can have, and from the version that the sampler had, or a newer one."""
+    """Raise RolloutError unless the tokens continue the given ones, with possible log-probs, and
+    with the sampler's version at that time or a newer one."""
     count = 0
     if begun is not None:
         count = len(begun.token_ids)
         for field in ("token_ids", "versions"):
             if not np.array_equal(getattr(drawn, field)[:count], getattr(begun, field)):
-                raise RolloutError(f"{name}: {field} do not begin with those that were given.")
+                raise RolloutError(f"{name}: {field} do not begin with the given ones.")
     new = drawn.versions[count:]
     if len(new) and not request.adapter and new[0] < oldest:
         raise RolloutError(
-            f"{name}: a token is of version {new[0]}, and the sampler drew from version {oldest} "
-            "when it was asked."
+            f"{name}: a token has version {new[0]}, but the sampler used version {oldest} when it "
+            "got the request."
         )
     hottest = max(1.0, request.sampling.temperature)
     for field, lowest in (
@@ -158,17 +157,17 @@ def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, o
     ):
         values: Any = getattr(drawn, field)
         if values is None or not _is_column(values, np.float32):
-            continue  # the latter is refused where the request says what it must have
+            continue  # missing full_logprobs are checked elsewhere
         odd = values[(values > HIGHEST_LOGPROB) | (values < lowest)]
         if len(odd):
             raise RolloutError(
-                f"{name}: {field} have {odd[0]:g}, which is no log-prob of a token that was drawn: "
-                f"they lie between {lowest:g} and 0."
+                f"{name}: {field} have {odd[0]:g}, which is not a log-prob of a sampled token: it "
+                f"must lie between {lowest:g} and 0."
             )
 
 
 def _check_drawable(name: str, drawn: Partial, room: Room) -> None:
-    """Raise RolloutError unless each token is among those that its mask kept, if it has one."""
+    """Raise RolloutError unless each token is among the tokens that its sampling mask kept."""
     kept = drawn.kept
     if kept is None:
         return
@@ -180,11 +179,11 @@ def _check_drawable(name: str, drawn: Partial, room: Room) -> None:
     found[owners[kept.ids == drawn.token_ids[owners]]] = True
     missing = np.flatnonzero((sizes > 0) & ~found)
     if len(missing):
-        raise RolloutError(f"{name}: token {missing[0]} is not among those that kept says.")
+        raise RolloutError(f"{name}: token {missing[0]} is not among the tokens in kept.")
 
 
 def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:
-    """Raise RolloutError unless the answer ends where the request says that it must."""
+    """Raise RolloutError unless the answer ends where the request requires it."""
     count, wanted, stop = len(completion.token_ids), num_wanted(request), completion.stop
     stops = () if request.forced_length is not None else request.stop_token_ids
     ends = np.isin(completion.token_ids, stops)
@@ -197,7 +196,7 @@ def _check_stop(name: str, completion: Completion, request: Request, *, stopped:
         good = good and stop is StopReason.CANCELLED and stopped
     if not good:
         raise RolloutError(
-            f"{name}: {count} tokens that end by {stop!r} are not what was asked for: at most "
+            f"{name}: {count} tokens that end by {stop!r} do not match the request: at most "
             f"{wanted}, up to the first stop token."
         )
 

@@ -1,9 +1,9 @@
-"""What a sampler in another process says, taken in on its session's thread: checked against what it
-was asked, and passed on. Pure host code.
+"""Handles the messages of a sampler in another process, on its session's thread: checks them
+against the requests and passes them on. Pure host code.
 
-    Answers, RemoteReply ──> checked ──> futures        what cannot be true ends the replica at
-    Beat ──────────────────> stats, places              once, and the session: nothing of such a
-    Died, Leaving, the end > everything fails           message counts
+    Answers, RemoteReply ──> checked ──> futures        an invalid message ends the replica
+    Beat ──────────────────> stats, places              and the session immediately; none of
+    Died, Leaving, the end > everything fails           its contents are used
 """
 
 import threading
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.errors import Disconnected, RolloutError
-from jaxrl_async.ports.sampling import Departure
+from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.answer_checks import (
     checked_completion,
     checked_drawn,
@@ -42,8 +42,8 @@ class Arrivals:
 
     Attributes:
         stats: Of the last beat.
-        reported: What the last report of all running requests says, by wire id.
-        thread: Identity of the session's thread, once it has brought something.
+        reported: Partials of the last report of all running requests, by wire id.
+        thread: Identity of the session's thread, once a message has arrived.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Arrivals:
         count: Callable[[str, int], None],
         on_room: Callable[[], None],
     ) -> None:
-        """Begin with nothing heard.
+        """Start without any messages.
 
         Args:
-            peer: Name of the sampler, for people.
-            requests: What it has to answer.
-            check: Knows the samplers' limits.
+            peer: Name of the sampler, for messages.
+            requests: Its outstanding requests.
+            check: Has the samplers' limits.
             newest: Returns the newest version that any sampler may have.
-            count: Called with the name of each fault and how often (metrics.fault_counts).
+            count: Called with the name and number of each fault (metrics.fault_counts).
             on_room: Called when the sampler may have room for more requests.
         """
         self.stats = SamplerStats()
@@ -73,19 +73,19 @@ class Arrivals:
         self._newest, self._count, self._on_room = newest, count, on_room
 
     def take_answers(self, message: Answers) -> None:
-        """Check the answers, all before any counts, and pass them on. Raises RolloutError."""
+        """Check all answers, then pass them on. Raises RolloutError."""
         results = self._checked("an answer", lambda: self._results(message))
         done = self._requests.pop(results)
         self._on_room()
         for out, result in zip(done, results.values(), strict=True):
-            if out is not None:  # else it was closed meanwhile
+            if out is not None:  # else it has been closed in the meantime
                 fulfil(out.future, result)
 
     def take_reply(self, message: RemoteReply) -> None:
-        """Give what is drawn to whoever asked. Raises RolloutError."""
+        """Pass partials to the caller that requested them. Raises RolloutError."""
         asked = self._requests.question(message.number)
         if asked is None:
-            return  # nobody waits any more
+            return  # the caller no longer waits
         about = asked.about
         if message.error:
             fulfil(asked.answer, RolloutError(f"{self._peer}: {checked_text(message.error)}"))
@@ -101,7 +101,7 @@ class Arrivals:
             self._requests.places = message.places
 
     def take_died(self, message: Died) -> None:
-        """Fail everything, and note which requests were on the device."""
+        """Fail everything, and record which requests were on the device."""
         requests = self._requests.by_wire_id()
         outs = [requests.get(i) for i in message.blamed if isinstance(i, str)]
         blamed = frozenset(out.request.request_id for out in outs if out is not None)
@@ -110,7 +110,7 @@ class Arrivals:
 
     def take_leaving(self, message: Leaving) -> None:
         """Take back the requests. Raises RolloutError."""
-        drawn = self._checked("what it hands back", lambda: self._drawn(message.partials))
+        drawn = self._checked("a hand-back", lambda: self._drawn(message.partials))
         requests = self._requests.by_wire_id()
         partials = {requests[i].future: p for i, p in drawn.items() if i in requests}
         departure = Departure(reason=checked_text(message.reason), partials=partials)
@@ -118,8 +118,8 @@ class Arrivals:
         self._requests.finish(gone, departure=departure)
 
     def cut_off(self, reason: str) -> None:
-        """Fail the requests: the session has ended. Those that were sent first may have been on the
-        device."""
+        """Fail the requests, because the session has ended. The first ones sent may have been on
+        the device."""
         sent = [out for out in self._requests.by_wire_id().values() if out.sent]
         blamed = frozenset(out.request.request_id for out in sent[: self._requests.places])
         self._requests.finish(Disconnected(f"{self._peer}: {reason}"), blamed=blamed)
@@ -157,15 +157,15 @@ class Arrivals:
         return results
 
     def _report(self, partials: Any) -> tuple[Partial, ...]:
-        """Return what all running requests have drawn, and keep it."""
+        """Return the partials of all running requests, and keep them."""
         drawn = self._drawn(partials)
         given = {i: out.given for i, out in self._requests.by_wire_id().items()}
-        waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # here, or there
+        waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # in any queue
         self.reported = waiting | drawn
         return tuple(self.reported.values())
 
     def _saved(self, message: RemoteReply, out: Outstanding) -> tuple[Partial, ...]:
-        """Return the one request that was saved, which may have ended since."""
+        """Return the one saved request, which may have ended since."""
         (saved,) = message.partials
         return (self._checked_drawn(saved, out),)
 
@@ -175,8 +175,8 @@ class Arrivals:
         return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
 
     def _drawn(self, partials: Any) -> dict[str, Partial]:
-        """Return the checked partials of requests that are still outstanding, by wire id. One with
-        a log-prob that is not finite is left out: its request begins again."""
+        """Return the checked partials of requests that are still outstanding, by wire id. A partial
+        with a non-finite log-prob is dropped: its request restarts."""
         if not isinstance(partials, tuple) or not all(isinstance(p, Partial) for p in partials):
             raise RolloutError("it must hold Partials.")
         requests = self._requests.by_wire_id()
@@ -189,12 +189,12 @@ class Arrivals:
         return {i: p for i, p in drawn.items() if np.isfinite(p.logprobs).all()}
 
     def _checked(self, what: str, check: Callable[[], Checked]) -> Checked:
-        """Return what the check returns. What it refuses is counted, ends the replica at once, and
-        the session by raising RolloutError."""
+        """Return the result of the check. On failure, count the fault, end the replica immediately,
+        and raise RolloutError, which ends the session."""
         self.thread = threading.get_ident()
         try:
             return check()
         except (RolloutError, TypeError, AttributeError, ValueError) as error:
             self._count("refused_answers", 1)
-            self.cut_off(f"{what} cannot be true: {error}")
-            raise RolloutError(f"{what} of {self._peer} cannot be true: {error}") from error
+            self.cut_off(f"{what} is invalid: {error}")
+            raise RolloutError(f"{what} of {self._peer} is invalid: {error}") from error

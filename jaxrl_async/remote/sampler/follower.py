@@ -1,9 +1,9 @@
-"""One sampler over several processes, on the side of those that follow the first (leader.py).
+"""One sampler on several processes: the processes that follow the first (leader.py).
 
     leader ──Begin, rounds ...──> queue ──> DecodeLoop: the same batch, the same programs
 
-A follower has no callers: what its batch draws is the leader's to answer. It fetches the part of
-each version of the weights that its own devices need, and takes it when the leader says so.
+A follower has no callers: the leader answers the requests. It fetches the part of each version of
+the weights that its own devices need, and swaps to it when the leader orders it.
 """
 
 import logging
@@ -17,7 +17,14 @@ from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
 from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.sampler.joint_weights import forget_version
 from jaxrl_async.remote.sampler.leader import Lost, alike_hash, end_process, state_hash
-from jaxrl_async.remote.wire.messages import Begin, Dismissed, GivenUp, JointRound, Leave, Ready
+from jaxrl_async.remote.wire.messages import (
+    Begin,
+    Dismissed,
+    GivenUpRequest,
+    JointRound,
+    Leave,
+    Ready,
+)
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import give_up
@@ -32,7 +39,8 @@ from jaxrl_async.types import Partial, Request, VersionedParams
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often an idle follower looks whether its session has ended, or it was told to go, seconds."""
+"""Interval at which an idle follower checks whether its session has ended or it must leave,
+seconds."""
 
 
 def follow(
@@ -45,23 +53,23 @@ def follow(
     told_to_go: threading.Event | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do what the leading process of this sampler does, until its sampler is closed; blocks.
+    """Follow the leading process of this sampler until the sampler is closed; blocks.
 
-    The caller ends the process at once (run.distributed.leave) if this raises: its programs, and
-    those of the other processes, wait for one another.
+    If this raises, the caller must end the process immediately (run.distributed.leave): the
+    programs of all processes wait for one another.
 
     Args:
         session: with the leader.
         setup: equal to the leader's in everything but the followers.
-        weights: gives this process's part of each version of which the leader tells.
+        weights: provides this process's part of each version that the leader announces.
         process: number of this process in the sampler's JAX world.
-        lost: called with the reason, on the session's thread, when the leader is gone.
-        told_to_go: set when this process must end soon (preemption): the leader is asked to leave,
-            and followed until it has.
-        begun: called once the sampler has its first weights.
+        lost: called with the reason, on the session's thread, when the leader is lost.
+        told_to_go: set when this process must end soon (preemption). The leader is then asked to
+            leave, and followed until it has left.
+        begun: called when the sampler has its first weights.
 
-    Raises Disconnected, WeightsError if the source does not have what the leader begins with, and
-    RolloutError if the two have parted.
+    Raises Disconnected, WeightsError if the source does not have the leader's first version, and
+    RolloutError if the processes have diverged.
     """
     follower = Follower(session, setup, weights, lost=lost, told_to_go=told_to_go)
     try:
@@ -74,7 +82,7 @@ def follow(
 
 
 class Follower:
-    """A process of a sampler that does what another one says."""
+    """A process of a sampler that follows the leader's orders."""
 
     def __init__(
         self,
@@ -92,12 +100,12 @@ class Follower:
         self._orders: queue.SimpleQueue[Begin | JointRound | Dismissed] = queue.SimpleQueue()
         session.on(Begin, self._orders.put)
         session.on(JointRound, self._orders.put)
-        session.on(GivenUp, lambda order: forget_version(weights, order.version))
+        session.on(GivenUpRequest, lambda order: forget_version(weights, order.version))
         session.on(Dismissed, self._note_dismissed)
         session.on_end(self._session_ended)
 
     def run(self, process: int, begun: Callable[[], None] = lambda: None) -> None:
-        """Follow until the sampler is closed; arguments and errors as of `follow`."""
+        """Follow until the sampler is closed; arguments and errors as in `follow`."""
         self._session.send(Ready(process=process, alike=alike_hash(self._setup)))
         begin = self._next()
         if isinstance(begin, Dismissed):
@@ -124,7 +132,7 @@ class Follower:
             loop.round(batch)
 
     def end(self, reason: str) -> None:
-        """End the session; its end is no loss any more."""
+        """End the session; its end no longer counts as a loss."""
         self._over = True
         self._session.end(reason)
 
@@ -133,7 +141,7 @@ class Follower:
         while True:
             if self._told_to_go is not None and self._told_to_go.is_set():
                 self._told_to_go = None
-                self._session.send(Leave(reason="a process of the sampler was told to go"))
+                self._session.send(Leave(reason="a process of the sampler was asked to leave"))
             try:
                 order = self._orders.get(timeout=LOOK_S)
             except queue.Empty:
@@ -150,25 +158,26 @@ class Follower:
 
     def _session_ended(self, reason: str) -> None:
         if not self._over:
-            self._lost(f"lost {self._session.peer}, which leads it: {reason}")
+            self._lost(f"lost the leader {self._session.peer}: {reason}")
 
 
 class FollowingReceiver:
-    """Takes in what the leader has taken in at the same place."""
+    """Applies the inputs that the leader applied at the same block."""
 
     def __init__(self, weights: WeightSource) -> None:
         self.order = JointRound()  # to play next
         self._weights = weights
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken:
-        """See TakesIn. Raises RolloutError if the batch is not as the leader's, and
+        """See TakesIn. Raises RolloutError if the batch differs from the leader's, and
         WeightsError."""
         order = self.order
         if state_hash(batch) != order.state_hash:
             raise RolloutError(
-                f"after {block} blocks this process's batch is not as the leader's: the processes "
-                "of the sampler have drawn or taken in different things. They must run the same "
-                "versions of the code and of JAX, on devices of one kind."
+                f"after {block} blocks this process's batch differs from the leader's: the "
+                "processes of the sampler have sampled different tokens or applied different "
+                "inputs. They must run the same versions of the code and of JAX, on devices of "
+                "one kind."
             )
         incoming = [
             _follows(given, order.first_number + i) for i, given in enumerate(order.requests)
@@ -192,7 +201,7 @@ class FollowingReceiver:
 
 
 def _follows(given: Request | Partial, number: int) -> LiveRequest:
-    """Return the leader's request; nobody waits for its answer here."""
+    """Return the leader's request; its answer is not used here."""
     live = live_request(given, Waiter(queued_at=0.0, future=Future()))
     live.number = number
     return live
@@ -204,7 +213,7 @@ def taken_version(weights: WeightSource, version: int) -> VersionedParams:
     if update is None or update.version != version:
         has = "nothing new" if update is None else f"version {update.version}"
         raise WeightsError(
-            f"the leader takes weights of version {version}, and this process has {has}. All "
+            f"the leader uses weights of version {version}, but this process has {has}. All "
             "processes must get their offers through the leader (remote/sampler/joint_weights.py)."
         )
     return update

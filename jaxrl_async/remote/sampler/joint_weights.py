@@ -1,12 +1,13 @@
-"""New weights of a sampler over several processes: every process fetches its own part of a version,
-and the version is taken once all have it.
+"""New weights of a sampler on several processes: every process fetches its own part of a version,
+and the sampler swaps to the version once all have it.
 
     trainer ──Offer──> leader: OfferRelay ──Offer──┬──> its own source ────Staged──┐
        ^                                           └──> each follower's ───Staged──┤
        └──────────────── Staged, Torn <── all of them, or one that could not ──────┘
 
-One version at a time is on its way: the next is offered when all processes have swapped to the one
-before, or when it could not be fetched. So what a process has is always what the leader means.
+Only one version is in transfer at a time. The next is offered when all processes have swapped to
+the previous version, or when that could not be fetched. A process therefore always holds the
+version that the leader refers to.
 """
 
 import logging
@@ -19,44 +20,44 @@ from typing import Any
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.ports.weights import WeightSource
-from jaxrl_async.remote.wire.messages import GivenUp, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import GivenUpRequest, Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session, WireMessage
 from jaxrl_async.types import VersionedParams
 
 log = logging.getLogger(__name__)
 
 LEADER = 0
-"""Number of the leading process; the followers' come after it."""
+"""Index of the leading process; the followers come after it."""
 LOOK_S = 0.5
-"""How often a wait for weights looks whether the session has ended, seconds."""
+"""Interval at which a wait for weights checks whether the session has ended, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """What is to be sent when another offer becomes the current one."""
+    """Messages to send when another offer becomes the current one."""
 
     offer: Offer | None = None
     to: tuple[int, ...] = ()  # processes that get it
-    forget: tuple[tuple[int, int], ...] = ()  # processes, and the version that each lets go of
+    forget: tuple[tuple[int, int], ...] = ()  # processes, and the version that each releases
 
 
 NO_CHANGE = _Change()
 
 
 class OfferRelay:
-    """The leader's session with the trainer, as its own source of weights sees it (ports.Session):
-    offers reach the followers, too, and what the source reports counts as one of their reports."""
+    """The leader's session with the trainer, as seen by its own source of weights (ports.Session).
+    Offers are also sent to the followers, and the source's reports count as one process's."""
 
     def __init__(self, trainer: Session, followers: Sequence[Session]) -> None:
         self._trainer, self._followers = trainer, tuple(followers)
         self._lock = threading.Lock()
         self._current: Offer | None = None
-        self._waiting: Offer | None = None  # the newest that came meanwhile
+        self._waiting: Offer | None = None  # the newest that arrived in the meantime
         self._staged: dict[int, Staged] = {}  # of the current version, by process
-        self._live: set[int] = set()  # processes that draw from it
-        self._finished: Staged | None = None  # the last version that all drew from
-        self._given_up: dict[int, set[int]] = {}  # version: processes that still may have it
-        self._torn = False  # the current version could not be fetched somewhere
+        self._live: set[int] = set()  # processes that use it
+        self._finished: Staged | None = None  # the last version that all processes used
+        self._given_up: dict[int, set[int]] = {}  # version: processes that may still get it
+        self._torn = False  # a process could not fetch the current version
         self._offer_own: Callable[[Any], None] = lambda _: None
         self._forget_own: Callable[[int], None] = lambda _: None
         self._wake: threading.Event | None = None
@@ -78,7 +79,7 @@ class OfferRelay:
         return self._trainer.ended
 
     def send(self, message: Any) -> None:
-        """See ports.Session; what the source reports is one process's report."""
+        """See ports.Session; a report of the source counts as one process's report."""
         if isinstance(message, Staged):
             self._note_staged(LEADER, message)
         elif isinstance(message, Torn):
@@ -114,24 +115,25 @@ class OfferRelay:
     # ---- for JointWeights
 
     def attach_source(self, forget: Callable[[int], None]) -> None:
-        """Have this function called with a version that the leader's source must let go of."""
+        """Register a function to call with a version that the leader's source must release."""
         self._forget_own = forget
 
     def attach(self, wake: threading.Event) -> None:
-        """Set this event whenever all processes have a version, and now if they have."""
+        """Set this event whenever all processes have a version, and now if they already have."""
         self._wake = wake
         if self.staged_version is not None:
             wake.set()
 
     @property
     def staged_version(self) -> int | None:
-        """The version that all processes have; None: there is none, or it is live here."""
+        """The version that all processes have; None if there is no such version or it is live
+        here."""
         with self._lock:
             if self._current is None or not self._all_staged or LEADER in self._live:
                 return None
             return self._current.version
 
-    # ---- what trainer and processes say; on their sessions' threads
+    # ---- reports of trainer and processes, on their sessions' threads
 
     @property
     def _all_staged(self) -> bool:
@@ -142,8 +144,8 @@ class OfferRelay:
         with self._lock:
             current, finished = self._current, self._finished
             if finished is not None and finished.version >= offer.version:
-                whole = finished  # it was offered anew before the answer had arrived
-            elif current is not None and current.version == offer.version:  # anew, after a Torn
+                whole = finished  # re-offered before the answer arrived
+            elif current is not None and current.version == offer.version:  # again, after a Torn
                 self._current, self._torn = offer, False
                 everybody = range(1 + len(self._followers))
                 to = tuple(n for n in everybody if n not in self._staged)
@@ -161,12 +163,12 @@ class OfferRelay:
         version, whole = staged.version, None
         with self._lock:
             current, wake = self._current, self._wake
-            late = number in self._given_up.get(version, ())  # it came while others were told
+            late = number in self._given_up.get(version, ())  # arrived while it was given up
             if late:
                 self._given_up[version].remove(number)
             elif current is not None and current.version == version:
                 self._staged[number] = staged
-                if self._all_staged:  # the leader may take it now: it is not given up any more
+                if self._all_staged:  # the leader may use it now: it can no longer be given up
                     whole, self._torn = _summed(self._staged), False
         if late:
             self._forget(number, version)
@@ -178,11 +180,11 @@ class OfferRelay:
     def _note_torn(self, torn: Torn) -> None:
         with self._lock:
             if self._current is None or self._current.version != torn.version or self._all_staged:
-                return  # it was offered anew, and has come, before this was heard
+                return  # re-offered and fetched before this report arrived
             first, self._torn = not self._torn, True
             change = NO_CHANGE if self._waiting is None else self._begin_next()
         if change.offer is not None:
-            log.warning("version %d is given up for the next: %s", torn.version, torn.error)
+            log.warning("version %d is skipped in favor of the next: %s", torn.version, torn.error)
             self._apply(change)
         elif first:
             self._trainer.send(torn)
@@ -203,9 +205,10 @@ class OfferRelay:
         self._apply(change)
 
     def _begin_next(self, *, given_up: bool = True) -> _Change:
-        """Make the waiting offer, if any, the current one, under the lock; return what follows.
+        """Make the waiting offer, if any, the current one; return the messages to send. Needs the
+        lock.
 
-        given_up: the processes let go of the version before, now or as soon as they have it.
+        given_up: the processes release the previous version, now or as soon as they have it.
         """
         everybody = range(1 + len(self._followers))
         forget: tuple[tuple[int, int], ...] = ()
@@ -235,11 +238,11 @@ class OfferRelay:
         if number == LEADER:
             self._forget_own(version)
         else:
-            self._followers[number - 1].send(GivenUp(version=version))
+            self._followers[number - 1].send(GivenUpRequest(version=version))
 
 
 def _summed(parts: Mapping[int, Staged]) -> Staged:
-    """Return the processes' reports as the sampler's."""
+    """Combine the processes' reports into the sampler's."""
     own = parts[LEADER]
     return Staged(
         version=own.version,
@@ -252,14 +255,14 @@ def _summed(parts: Mapping[int, Staged]) -> Staged:
 
 
 def forget_version(source: WeightSource, version: int) -> None:
-    """Have a source let go of weights that are staged and will not be used. It counts them as live,
-    and fetches what is offered after them."""
+    """Make a source release staged weights that will not be used. It counts them as live, and
+    fetches the next offer."""
     update = source.poll()
     if update is not None:
         source.live(update.version)
         if update.version != version:
             raise WeightsError(
-                f"version {version} was given up, and version {update.version} is here: all "
+                f"version {version} was given up, but version {update.version} is staged: all "
                 "processes of a sampler must get their offers through its leader."
             )
 
@@ -268,23 +271,23 @@ class JointWeights:
     """The ports.WeightSource of the process that leads a sampler."""
 
     def __init__(self, relay: OfferRelay, own: WeightSource) -> None:
-        """own: made with the relay in place of the session with the trainer."""
+        """own: created with the relay instead of the session with the trainer."""
         self._relay, self._own = relay, own
         relay.attach_source(partial(forget_version, own))
 
     def first(self, timeout_s: float) -> VersionedParams:
-        """Wait until all processes have the weights to begin with. Raises WeightsError after the
-        timeout, Disconnected if the session with the trainer has ended."""
+        """Wait until all processes have the first weights. Raises WeightsError after the timeout,
+        Disconnected if the session with the trainer has ended."""
         wake, until = threading.Event(), time.monotonic() + timeout_s
         self.attach(wake)
         while (update := self.poll()) is None:
             if self._relay.ended is not None:
-                raise Disconnected(f"no weights came before the session ended: {self._relay.ended}")
+                raise Disconnected(f"no weights before the session ended: {self._relay.ended}")
             left = until - time.monotonic()
             if left <= 0:
                 raise WeightsError(
                     f"the processes of the sampler did not all get weights within {timeout_s:.0f} "
-                    "s. Look at the trainer's log for what it offered, and at their logs."
+                    "s. Check the trainer's log for its offers, and their logs."
                 )
             wake.wait(min(left, LOOK_S))
             wake.clear()
@@ -308,5 +311,5 @@ class JointWeights:
         self._own.leave()
 
     def rejoin(self) -> "JointWeights":
-        """Raise Closed: the processes of a sampler end together, and others take their place."""
-        raise Closed("a sampler over several processes has no successor in them: start them again")
+        """Raise Closed: the processes of a sampler end together and are replaced by new ones."""
+        raise Closed("a sampler on several processes cannot be replaced within them: restart them")

@@ -1,16 +1,16 @@
-"""One sampler over several processes, on the side of the one that leads.
+"""One sampler on several processes: the leading process.
 
     process 0     callers ──> Sampler ──round──┬──> own batch
                                                ├──> process 1, which follows (follower.py)
                                                └──> process 2 ...
 
-All processes hold the same batch and dispatch the same programs in the same order. What the batch
-does is a function of what it takes in before which block, and of what the device returned, which is
-the same everywhere. So the leader decides what is taken in and when (requests, cancellations, new
-weights: all that depends on time and threads), and sends it to the followers before it acts.
+All processes hold the same batch and dispatch the same programs in the same order. The batch
+depends only on its inputs, the block before which each is applied, and the device results, which
+are equal everywhere. So the leader decides on all inputs that depend on time and threads (requests,
+cancellations, new weights), and sends them to the followers before it applies them.
 
-A program over all devices waits for every process. When one of them ends, the others are stuck in
-the next program for ever: the end of a session with a follower ends this process.
+A program over all devices waits for every process. When one of them ends, the others hang in the
+next program. The end of a session with a follower therefore ends this process.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 
 NO_IDS = np.zeros(0, np.int32)
 LOST_EXIT = 1
-"""Exit code of a process whose sampler has lost another of its processes."""
+"""Exit code of a process whose sampler has lost another process."""
 
 Lost = Callable[[str], None]
 """Called with the reason, on a session's thread, when the sampler has lost a process."""
 
 
 def end_process(reason: str) -> None:
-    """End this process at once: its programs wait for a process that is gone, and an orderly exit
-    would wait for them."""
-    log.error("the sampler ends, all processes of it: %s", reason)
+    """End this process immediately: its programs wait for a lost process, and a regular exit would
+    wait for the programs."""
+    log.error("the sampler ends with all its processes: %s", reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -58,7 +58,7 @@ def end_process(reason: str) -> None:
 
 
 def alike_hash(setup: SamplerSetup) -> str:
-    """Return a hash of all that must be the same in every process of a sampler."""
+    """Return a hash of everything that must be equal in all processes of a sampler."""
     settings, spec = setup.settings, setup.engine.spec
     mesh = spec.mesh
     assert mesh is not None, "a sampler of several processes has a mesh"
@@ -77,8 +77,8 @@ def alike_hash(setup: SamplerSetup) -> str:
 
 
 def state_hash(batch: Batch) -> int:
-    """Return a hash of what a batch's next decisions depend on: if it differs between two
-    processes, they have parted."""
+    """Return a hash of the state that determines a batch's next decisions. If it differs between
+    two processes, they have diverged."""
     slots = batch.slots
     last = np.maximum(slots.drawn - 1, 0)
     arrays = (slots.lengths, slots.drawn, slots.tokens[np.arange(len(last)), last])
@@ -90,9 +90,9 @@ def state_hash(batch: Batch) -> int:
 
 
 class FollowerCrew:
-    """The other processes of a sampler, as the leader sees them: sampler.intake.Followers.
+    """The other processes of a sampler, from the leader's side (sampler.intake.Followers).
 
-    Any thread may use it; `play` belongs to the sampler's.
+    Thread-safe, except that only the sampler's thread calls `play`.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class FollowerCrew:
         lost: Lost = end_process,
         asked_to_leave: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Take charge of the followers at the other ends of these sessions.
+        """Control the followers at the other ends of these sessions.
 
         Args:
             sessions: one for each other process.
             lost: called when a session ends before the sampler does.
-            asked_to_leave: called with the reason when a follower has been told to go (preemption).
+            asked_to_leave: called with the reason when a follower must leave (preemption).
         """
         self.sessions = tuple(sessions)
         self._lost = lost
@@ -121,7 +121,7 @@ class FollowerCrew:
 
     def wait_ready(self, setup: SamplerSetup, timeout_s: float) -> None:
         """Wait until every follower has built its engine. Raises JoinRefused if one differs from
-        this setup or does not come in time, and Disconnected."""
+        this setup or is not ready in time, and Disconnected."""
         with self._changed:
             self._changed.wait_for(lambda: self._all_ready or self._over, timeout_s)
             if self._over:
@@ -130,15 +130,15 @@ class FollowerCrew:
         if late:
             raise JoinRefused(
                 f"{', '.join(late)} did not build the sampler's engine within {timeout_s:.0f} s. "
-                "Look at the logs of those processes."
+                "Check the logs of these processes."
             )
         own = alike_hash(setup)
         for session, ready in self._ready.items():
             if ready.alike != own:
                 raise JoinRefused(
-                    f"{session.peer} (process {ready.process}) has other settings, another model "
-                    "or another mesh than this one: start all processes of a sampler with the same "
-                    "arguments and the same version."
+                    f"{session.peer} (process {ready.process}) has different settings, a different "
+                    "model or a different mesh than this one: start all processes of a sampler "
+                    "with the same arguments and the same version."
                 )
 
     # ---- sampler.intake.Followers
@@ -154,7 +154,7 @@ class FollowerCrew:
                 try:
                     session.send(Dismissed())
                 except Disconnected as error:
-                    log.warning("the end could not be told: %s", error)
+                    log.warning("could not send the end to a follower: %s", error)
             for session in self.sessions:
                 session.end("the sampler is closed")
 
@@ -167,12 +167,12 @@ class FollowerCrew:
     # ---- its thread
 
     def begin(self, version: int) -> None:
-        """Have the followers begin with weights of this version, which they have."""
+        """Make the followers begin with weights of this version, which they hold."""
         for session in self.sessions:
             session.send(Begin(version=version))
 
     def play(self, following: JointRound) -> None:
-        """Have the followers play this round. Raises Disconnected."""
+        """Make the followers run this round. Raises Disconnected."""
         for session in self.sessions:
             session.send(following)
 
@@ -183,7 +183,7 @@ class FollowerCrew:
         return len(self._ready) == len(self.sessions)
 
     def _begin_end(self) -> bool:
-        """Return whether this is the first end."""
+        """Mark the end; return True on the first call."""
         with self._changed:
             first, self._over = not self._over, True
             self._changed.notify_all()
@@ -200,22 +200,22 @@ class FollowerCrew:
 
 
 class LeadingReceiver:
-    """Takes in what another receiver does, and tells the followers before it is acted on."""
+    """Wraps another receiver, and sends its inputs to the followers before they are applied."""
 
     def __init__(self, receiver: TakesIn, crew: FollowerCrew) -> None:
         self._receiver, self._crew = receiver, crew
         self._arrived = 0  # requests so far
-        self._stopped: list[LiveRequest] = []  # that commands took out in this round
+        self._stopped: list[LiveRequest] = []  # removed by commands in this round
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
-        """See TakesIn. Saved KV is left out: each process would need its own part of it. Raises
+        """See TakesIn. Saved KV is dropped: each process would need its own part of it. Raises
         RolloutError in a replay, and Disconnected."""
         before = state_hash(batch)
         first, self._stopped = self._arrived, []
         taken = self._receiver.take(batch, block=block, idle=idle, wants_weights=wants_weights)
         if isinstance(taken, NotYet):
             raise RolloutError(
-                "a sampler over several processes cannot follow a recorded schedule: replay the "
+                "a sampler on several processes cannot follow a recorded schedule: replay the "
                 "run with samplers of one process each."
             )
         for live in taken.incoming:
@@ -245,16 +245,16 @@ class LeadingReceiver:
 def leading_sampler(
     setup: SamplerSetup, crew: FollowerCrew, first: VersionedParams, weights: WeightSource
 ) -> Sampler:
-    """Return the sampler of the process that leads, once all processes have these first weights.
+    """Return the sampler of the leading process, once all processes have these first weights.
 
     Args:
-        setup: whose settings have the crew as followers.
+        setup: its settings have the crew as followers.
         crew: `wait_ready` has returned.
-        first: weights to begin with; each follower's source gives the same version.
-        weights: where new ones come from, in all processes: JointWeights.
+        first: initial weights; each follower's source provides the same version.
+        weights: source of new weights in all processes: JointWeights.
     """
     if setup.settings.followers is not crew:
-        raise Closed("leading_sampler: make the setup with SamplerSettings(followers=crew).")
+        raise Closed("leading_sampler: create the setup with SamplerSettings(followers=crew).")
     crew.begin(first.version)
     sampler = Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
     weights.live(first.version)

@@ -1,4 +1,4 @@
-"""Messages of bounded size: many records go together, but no message is larger than allowed."""
+"""Batches records into messages of bounded size."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.remote.wire.session_port import Session
 
 MESSAGE_BYTES = 16 << 20
-"""Bytes of arrays after which another message begins."""
+"""Bytes of arrays after which a new message begins."""
 MESSAGE_RECORDS = 1024
-"""Most records of one message."""
+"""Maximum number of records in one message."""
 
 Item = TypeVar("Item")
 
@@ -21,8 +21,8 @@ Item = TypeVar("Item")
 def send_all(
     session: Session, records: Sequence[Item], message: Callable[[tuple[Item, ...]], Any]
 ) -> list[tuple[Item, ConfigError]]:
-    """Send records, many in a message; return those that are too large to be sent, and why. Raises
-    Disconnected.
+    """Send records, many per message. Returns the records that are too large to send, each with its
+    error. Raises Disconnected.
 
     message: Returns the message that holds these records.
     """
@@ -42,7 +42,7 @@ def send_all(
 
 
 def in_messages(records: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
-    """Split records, in order, into what goes into one message each."""
+    """Split records, in order, into batches of one message each."""
     batch: list[Item] = []
     size = 0
     for record in records:

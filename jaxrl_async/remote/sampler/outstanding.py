@@ -1,10 +1,9 @@
-"""What a sampler in another process has to answer, until it has answered or has ended. Pure host
-code.
+"""The outstanding requests and questions of a sampler in another process. Pure host code.
 
     add ──> unsent ──take_sendable──> sent ──pop──> answered
-              └── withdraw, once nobody waits       └── finish: all that is left fails
+              └── withdraw, once cancelled          └── finish: all remaining ones fail
 
-The threads of callers, of the sender and of the session share it.
+Shared by the threads of the callers, the sender and the session.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports.sampling import Departure
+from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.answer_checks import checked_text
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY
@@ -23,20 +22,20 @@ from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request
 
 WIRE_PLACES = 3
-"""Most requests that the sampler is sent, as a multiple of its places: its queue never runs dry
-while there are more, and however many the router deals at once, the wire is not filled."""
+"""Maximum number of requests sent to the sampler, as a multiple of its places. Its queue never runs
+empty while there are more requests, and a burst from the router does not fill the connection."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outstanding:
-    """A request that is not answered."""
+    """A request that is not yet answered."""
 
     wire_id: str
     given: Request | Partial
     future: Future[Completion]
     sent: bool = False  # or being sent
-    stopped: bool = False  # it was told to end early
-    oldest: int = 0  # version from which the sampler drew before it was sent this
+    stopped: bool = False  # asked to end early
+    oldest: int = 0  # version that the sampler used when this was sent
 
     @property
     def request(self) -> Request:
@@ -45,7 +44,7 @@ class Outstanding:
 
     @property
     def on_wire(self) -> Request | Partial:
-        """The request as it is sent: under the wire's id, without KV."""
+        """The request as it is sent: under its wire id, without KV."""
         request = replace(self.request, request_id=self.wire_id)
         if isinstance(self.given, Partial):
             return replace(self.given, request=request, kv=None, kv_version=None)
@@ -54,34 +53,34 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the sampler was asked, and who waits for the answer."""
+    """A question to the sampler, with a future for the answer."""
 
     number: int
-    about: Outstanding | None  # None: all that is running
+    about: Outstanding | None  # None: all running requests
     answer: Future[tuple[Partial, ...]]
 
 
 class OutstandingRequests:
-    """The requests and questions that one sampler has not answered, and how it ended. Thread safe.
+    """Unanswered requests and questions of one sampler, and how it ended. Thread-safe.
 
     Attributes:
-        places: Requests that the sampler holds at once.
-        error: Why it ended; set once, before anything fails.
-        blamed: Ids of the requests that may have been on its device then.
-        departure: How it left; None: it did not.
-        closed: Whether nobody is to ask for more.
+        places: Requests that the sampler holds at the same time.
+        error: Error that ended it; set once, before anything fails.
+        blamed: Ids of the requests that may have been on its device at that time.
+        departure: How it left; None if it did not leave.
+        closed: True if no more requests are accepted.
     """
 
     def __init__(self, places: int) -> None:
-        """Begin without any."""
+        """Start empty."""
         self.places = places
         self.error: BaseException | None = None
         self.blamed: frozenset[str] = frozenset()
         self.departure: Departure | None = None
         self.closed = False
-        self._lock = threading.Lock()  # guards all below, and the above as they are set
-        self._all: dict[str, Outstanding] = {}  # by wire id, in the order of sending
-        self._unsent: WaitingQueue[Outstanding] = WaitingQueue()  # of all
+        self._lock = threading.Lock()  # guards everything below, and writes to the above
+        self._all: dict[str, Outstanding] = {}  # by wire id, in order of sending
+        self._unsent: WaitingQueue[Outstanding] = WaitingQueue()  # subset of _all
         self._questions: dict[int, Question] = {}
         self._numbers = itertools.count()
 
@@ -89,7 +88,7 @@ class OutstandingRequests:
         return len(self._all)
 
     def add(self, requests: Sequence[Request | Partial]) -> list[Outstanding]:
-        """Take requests in. Raises the error that ended the sampler, and Closed."""
+        """Add requests. Raises the error that ended the sampler, and Closed."""
         new = [
             Outstanding(
                 wire_id=f"{request_of(given).request_id}#{next(self._numbers)}",
@@ -105,13 +104,13 @@ class OutstandingRequests:
         return new
 
     def by_wire_id(self) -> dict[str, Outstanding]:
-        """Return all requests as of now, in the order of sending."""
+        """Return all current requests, in order of sending."""
         with self._lock:
             return dict(self._all)
 
     def take_sendable(self, version: int = 0) -> list[Outstanding]:
-        """Count as many of the unsent requests as sent as the sampler has room for, the most urgent
-        first. version: from which the sampler draws now."""
+        """Take as many unsent requests as the sampler has room for, most urgent first, and mark
+        them as sent. version: the sampler's current version."""
         with self._lock:
             room = WIRE_PLACES * self.places - (len(self._all) - len(self._unsent))
             taken: list[Outstanding] = []
@@ -122,13 +121,13 @@ class OutstandingRequests:
         return taken
 
     def pop(self, wire_ids: Iterable[str]) -> list[Outstanding | None]:
-        """Remove requests that have an answer; None for one that is not there any more."""
+        """Remove answered requests; returns None for one that no longer exists."""
         with self._lock:
             return [self._all.pop(wire_id, None) for wire_id in wire_ids]
 
     def find(self, wire_id: Any) -> Outstanding | None:
         """Return the request that an answer names; None: everything has ended. Raises RolloutError
-        for one that the sampler was not sent, or has answered."""
+        for a request that was not sent or is already answered."""
         with self._lock:
             if self.error is not None or self.closed:
                 return None
@@ -138,8 +137,8 @@ class OutstandingRequests:
         return out
 
     def withdraw(self, out: Outstanding) -> bool:
-        """Forget a request that nobody waits for, if it is unsent; return whether the sampler has
-        it, and must be told."""
+        """Drop a cancelled request if it is unsent. Returns True if the sampler has it and must be
+        notified."""
         with self._lock:
             if out in self._unsent:
                 self._unsent.remove(out)
@@ -147,9 +146,9 @@ class OutstandingRequests:
             return out.wire_id in self._all
 
     def to_save(self, request_id: str, *, stop: bool) -> Outstanding | None:
-        """Return the request of this caller's id that runs there, the last one if several do.
+        """Return the running request with this caller's id, the last one if there are several.
 
-        stop: it will be told to end early.
+        stop: it will be asked to end early.
         """
         with self._lock:
             found = [
@@ -165,7 +164,7 @@ class OutstandingRequests:
     # ---- questions
 
     def ask(self, about: Outstanding | None) -> Question:
-        """Take a question in. Raises the error that ended the sampler, and Closed."""
+        """Add a question. Raises the error that ended the sampler, and Closed."""
         question = Question(number=next(self._numbers), about=about, answer=Future())
         with self._lock:
             self._check_open()
@@ -173,7 +172,7 @@ class OutstandingRequests:
         return question
 
     def question(self, number: int) -> Question | None:
-        """Return the question of this number; None: nobody waits for its answer any more."""
+        """Return the question with this number; None: its answer is no longer awaited."""
         with self._lock:
             return self._questions.get(number)
 
@@ -185,7 +184,7 @@ class OutstandingRequests:
     # ---- the end
 
     def close(self) -> None:
-        """Take nothing in from now on."""
+        """Accept no more requests or questions."""
         with self._lock:
             self.closed = True
 
@@ -196,7 +195,8 @@ class OutstandingRequests:
         departure: Departure | None = None,
         blamed: frozenset[str] = frozenset(),
     ) -> None:
-        """Fail everything with this error, the first time; the router looks at the rest."""
+        """Fail all requests and questions with this error; keep how it ended from the first
+        call."""
         with self._lock:
             if self.error is None:
                 self.departure, self.blamed = departure, blamed
@@ -218,5 +218,5 @@ class OutstandingRequests:
 
 
 def request_of(given: Request | Partial) -> Request:
-    """Return the request, also of one that is half drawn."""
+    """Return the request, also for a partial."""
     return given.request if isinstance(given, Partial) else given

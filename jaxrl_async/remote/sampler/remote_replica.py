@@ -1,13 +1,14 @@
-"""A sampler in another process as one of the router's replicas: the trainer's side.
+"""A sampler in another process as a replica of the router: the trainer's side.
 
     start_many ──> unsent ──Start, as it has room──> │ wire │ ──Answers──> checked ──> futures
-    cancelled futures ──────────────one Cancel────> │      │
-    progress, save ────────────────────────Ask────> │      │ ──RemoteReply──> whoever asked
+    cancelled futures ───────────────one Cancel────> │      │
+    progress, save ─────────────────────────Ask────> │      │ ──RemoteReply──> the caller
 
-RemoteReplica is what other threads use; a thread of its own sends (sending.py), so that nobody
-waits for the wire, and the session's thread takes in (arrivals.py). They share what is not answered
-(outstanding.py). Requests go under ids of the wire's own: a caller may use an id twice. What cannot
-be true ends the session, and the router gives the requests to another sampler. Works without JAX.
+RemoteReplica is the interface for other threads. A separate thread sends (sender.py), so callers
+never wait for the connection; the session's thread receives (arrivals.py). They share the
+unanswered requests (outstanding.py). Requests are sent under separate wire ids, since a caller may
+use an id twice. An invalid message ends the session, and the router gives the requests to another
+sampler. Works without JAX.
 """
 
 import logging
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports.sampling import Departure
+from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.arrivals import Arrivals
 from jaxrl_async.remote.sampler.outstanding import (
     Outstanding,
@@ -45,11 +46,11 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 PROGRESS_WAIT_S = 10.0
-"""Longest wait for a sampler's report of what it is drawing, seconds; then the last one counts."""
+"""Maximum wait for a sampler's progress report, seconds; after that the last report is used."""
 SAVE_WAIT_S = 60.0
-"""Longest wait for a request as data, seconds: a decode block, and the wire."""
+"""Maximum wait for a saved request, seconds: a decode block and the transfer."""
 CLOSE_WAIT_S = 10.0
-"""Longest wait for the sending thread at the end, seconds."""
+"""Maximum wait for the sending thread on close, seconds."""
 
 
 class RemoteReplica:
@@ -67,14 +68,15 @@ class RemoteReplica:
         newest: Callable[[], int],
         count: Callable[[str, int], None] = lambda name, number: None,
     ) -> None:
-        """Take the session's messages about requests from now on.
+        """Register the handlers of the session's messages about requests.
 
         Args:
             session: With the sampler.
             check: Of the requests; the same for all samplers.
-            places: Requests that the sampler holds at once, until it says so itself.
+            places: Requests that the sampler holds at the same time, until it reports the number
+                itself.
             newest: Returns the newest version that any sampler may have.
-            count: Called with the name of each fault and how often (metrics.fault_counts).
+            count: Called with the name and number of each fault (metrics.fault_counts).
         """
         self._session, self._check = session, check
         self._lifetime = Lifetime(self, lambda r: r.loop.step(), name=f"replica {session.peer}")
@@ -100,7 +102,7 @@ class RemoteReplica:
 
     @property
     def places(self) -> int:
-        """Requests that the sampler holds at once; its beats say how many."""
+        """Number of requests that the sampler holds at the same time, as reported in its beats."""
         return self._outstanding.places
 
     @property
@@ -110,17 +112,17 @@ class RemoteReplica:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it ended: it left, died, or was cut off (Disconnected)."""
+        """The error that ended it: it left, died, or was disconnected (Disconnected)."""
         return self._outstanding.error
 
     @property
     def blamed(self) -> frozenset[str]:
-        """Ids of the requests that may have been on its device then."""
+        """Ids of the requests that may have been on its device when it ended."""
         return self._outstanding.blamed
 
     @property
     def departure(self) -> Departure | None:
-        """How it left; None: it did not."""
+        """How it left; None if it did not leave."""
         return self._outstanding.departure
 
     @property
@@ -133,18 +135,18 @@ class RemoteReplica:
         return self._arrivals.stats
 
     def draws_from(self, version: Callable[[], int]) -> None:
-        """Refuse tokens of versions older than that from which the sampler drew when it was sent
-        the request. version: returns the last one that it has reported live."""
+        """Refuse tokens of versions older than the sampler's version when the request was sent.
+        version: returns the last version that the sampler has reported live."""
         self.loop.version = version
 
     # ---- its life
 
     def start(self) -> None:
-        """Start the thread that sends."""
+        """Start the sending thread."""
         self._lifetime.start()
 
     def close(self) -> None:
-        """Tell the sampler to go, and end the session; requests that are not done fail with Closed.
+        """Ask the sampler to leave, and end the session; unfinished requests fail with Closed.
         Idempotent."""
         if self._lifetime.is_forked:
             return
@@ -154,26 +156,26 @@ class RemoteReplica:
         self._outstanding.finish(Closed(CLOSED_TOO_EARLY))
 
     def abandon(self) -> None:
-        """End the session without waiting, and ignore whatever it still brings."""
-        self.loop.end(f"taken out by the trainer: {self.error or 'no progress'}")
-        self._outstanding.finish(Disconnected(f"{self} was taken out"))
+        """End the session without waiting, and ignore any further messages."""
+        self.loop.end(f"removed by the trainer: {self.error or 'no progress'}")
+        self._outstanding.finish(Disconnected(f"{self} was removed"))
 
     def successor(self) -> "RemoteReplica":
         """Raise RolloutError: another process must join."""
-        raise RolloutError(f"{self} is a process of its own: nobody can replace it.")
+        raise RolloutError(f"{self} is a separate process and cannot be replaced.")
 
     def leave(self, reason: str) -> None:
-        """Ask the sampler to hand back its requests and to go."""
+        """Ask the sampler to hand back its requests and to leave."""
         self.loop.send(Leave(reason=reason))
 
     def check_waits(self) -> None:
-        """Raise RolloutError where waiting for an answer would never end: on the session's thread,
-        which brings it, or in a forked process."""
+        """Raise RolloutError where waiting for an answer would deadlock: on the session's thread,
+        which receives the answer, or in a forked process."""
         self._lifetime.check_process()
         if self._arrivals.thread == threading.get_ident():
             raise RolloutError(
-                "a callback of a request waits for a sampler on the thread that brings its "
-                "answers: it would wait for ever. Use start_many, or another thread."
+                "a callback of a request waits for a sampler on the thread that receives its "
+                "answers, which would deadlock. Use start_many, or another thread."
             )
 
     def _cut_off(self, reason: str) -> None:
@@ -187,7 +189,7 @@ class RemoteReplica:
         return self._check.checked(requests)
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """See ports.Replica; returns at once, whatever the wire does."""
+        """See ports.Replica; returns immediately, regardless of the connection."""
         self._lifetime.check_process()
         new = self._outstanding.add(self.checked(requests))
         for out in new:
@@ -196,19 +198,19 @@ class RemoteReplica:
         return [out.future for out in new]
 
     def progress(self) -> tuple[Partial, ...]:
-        """See ports.Generate. If the sampler does not answer in time: what it reported last, of the
-        requests that are still running."""
+        """See ports.Generate. If the sampler does not answer in time, returns its last report of
+        the requests that are still running."""
         self.check_waits()
         try:
             return self._answer(self._outstanding.ask(None), PROGRESS_WAIT_S)
         except TimeoutError:
-            log.warning("%s does not report its progress: its last report counts", self)
+            log.warning("%s does not report its progress: using its last report", self)
         running = self._outstanding.by_wire_id()
         return tuple(p for i, p in self._arrivals.reported.items() if i in running)
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
-        """See ports.Replica; always without KV, which is larger than what it saves. Raises
-        TimeoutError if the sampler does not answer."""
+        """See ports.Replica; always without KV, whose transfer would cost more than it saves.
+        Raises TimeoutError if the sampler does not answer."""
         self.check_waits()
         about = self._outstanding.to_save(request_id, stop=stop)
         if about is None:
@@ -231,6 +233,6 @@ class RemoteReplica:
             self._outstanding.forget(question)
 
     def _done(self, out: Outstanding, future: "Future[Completion]") -> None:
-        """Tell the sampler that nobody waits any more, if the caller has given up."""
+        """Notify the sampler if the caller has cancelled the request."""
         if future.cancelled() and self._outstanding.withdraw(out):
             self.loop.send(Cancel(request_ids=(out.wire_id,)))

@@ -1,11 +1,11 @@
-"""How the processes of one sampler meet: the first listens, tells the others where through JAX, and
-they dial it.
+"""Rendezvous of the processes of one sampler: the first listens and broadcasts its address through
+JAX; the others dial it.
 
     process 0   FollowerHub ──address, secret──> tell_everybody (collective) ──> processes 1, 2, ...
                      ^                                                                  │
                      └───────────────────────── dial_leader ────────────────────────────┘
 
-The secret is drawn afresh for each meeting: who is in the JAX world knows it, nobody else does.
+A new secret is generated for each rendezvous; only the processes of the JAX world know it.
 """
 
 import secrets
@@ -24,7 +24,7 @@ from jaxrl_async.remote.wire.session import WireLimits, WireSession
 from jaxrl_async.remote.wire.session_port import Session
 
 TEXT_BYTES = 2048
-"""Longest text that is told to everybody, bytes."""
+"""Maximum length of a broadcast text, bytes."""
 
 
 def tell_everybody(text: str, *, leads: bool) -> str:
@@ -33,7 +33,7 @@ def tell_everybody(text: str, *, leads: bool) -> str:
 
     Args:
         text: "" in the others.
-        leads: whether this is the leading process.
+        leads: True in the leading process.
     """
     content = text.encode()
     if len(content) > TEXT_BYTES:
@@ -49,24 +49,25 @@ def tell_everybody(text: str, *, leads: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderPlace:
-    """Where the leading process listens, and what proves that a process belongs to its sampler."""
+    """Address of the leading process, and the secret that proves that a process belongs to its
+    sampler."""
 
     address: str  # HOST:PORT
     secret: str = field(repr=False)
-    shared: bytes = field(default=b"", repr=False)  # what proves a process to the run's trainer
+    shared: bytes = field(default=b"", repr=False)  # secret shared with the run's trainer
 
     @classmethod
     def told(
         cls, hub: "FollowerHub | None", host: str = "", *, leads: bool, shared: bytes = b""
     ) -> "LeaderPlace | None":
-        """Agree on it among all processes of this JAX world, which all must call this. None: the
-        leading process has no hub, since the sampler does not begin (again).
+        """Broadcast the place to all processes of this JAX world; all must call this. Returns None
+        if the leading process has no hub, because the sampler does not start (again).
 
         Args:
-            hub: the leading process's; None in the others.
-            host: name or address under which the others reach the leading process.
-            leads: whether this is the leading process.
-            shared: the secret that the leading process shares with the run's trainer.
+            hub: of the leading process; None in the others.
+            host: name or address of the leading process for the others.
+            leads: True in the leading process.
+            shared: the leading process's shared secret with the run's trainer.
         """
         text = "" if hub is None else f"{hub.secret} {host} {hub.port} {shared.decode()}"
         told = tell_everybody(text, leads=leads)
@@ -78,16 +79,16 @@ class LeaderPlace:
 
 
 class FollowerHub:
-    """Where the leading process of a sampler waits for the others."""
+    """Listener of a sampler's leading process, which waits for the others."""
 
     def __init__(
         self, num_processes: int, welcome: Welcome, *, limits: WireLimits, listen: str = "0.0.0.0:0"
     ) -> None:
-        """Listen. Raises ConfigError if nothing can listen there.
+        """Start listening. Raises ConfigError if the address cannot be listened on.
 
         Args:
-            num_processes: of the sampler, this one included.
-            welcome: the trainer's, which each follower gets.
+            num_processes: of the sampler, including this one.
+            welcome: the trainer's Welcome, which each follower gets.
             limits: of the sessions.
             listen: HOST:PORT; port 0 takes a free one.
         """
@@ -101,34 +102,34 @@ class FollowerHub:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which it listens."""
         return self._hub.address.port
 
     def wait_for_all(self, timeout_s: float) -> list[Session]:
-        """Return the sessions with processes 1, 2, ... Raises JoinRefused if one does not come."""
+        """Return the sessions with processes 1, 2, ... Raises JoinRefused if one does not join."""
         with self._changed:
             wanted = range(1, self._num_processes)
             self._changed.wait_for(lambda: len(self._sessions) == len(wanted), timeout_s)
             missing = [n for n in wanted if n not in self._sessions]
             if missing:
                 raise JoinRefused(
-                    f"processes {missing} of the sampler did not come within {timeout_s:.0f} s. "
-                    "Look at their logs, and whether this host's ports are open between the hosts."
+                    f"processes {missing} of the sampler did not join within {timeout_s:.0f} s. "
+                    "Check their logs, and that this host's ports are open to the other hosts."
                 )
             return [self._sessions[n] for n in wanted]
 
     def close(self) -> None:
-        """Stop to listen, and end the sessions. Idempotent."""
+        """Stop listening, and end the sessions. Idempotent."""
         self._hub.close("the sampler is closed")
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
         with self._changed:
             if not 0 < hello.process < self._num_processes:
                 raise JoinRefused(
-                    f"process {hello.process} is none of this sampler's {self._num_processes}"
+                    f"process {hello.process} is not one of this sampler's {self._num_processes}"
                 )
             if hello.process in self._sessions:
-                raise JoinRefused(f"process {hello.process} is here already")
+                raise JoinRefused(f"process {hello.process} has already joined")
             self._sessions[hello.process] = session
             self._changed.notify_all()
         return self._welcome
@@ -137,8 +138,8 @@ class FollowerHub:
 def dial_leader(
     place: LeaderPlace, process: int, *, limits: WireLimits, timeout_s: float
 ) -> tuple[Session, Welcome]:
-    """Join the leading process as this number; return the session and the trainer's Welcome. Raises
-    JoinRefused and Disconnected."""
+    """Join the leading process as this process; return the session and the trainer's Welcome.
+    Raises JoinRefused and Disconnected."""
     hello = Hello(name=f"process {process}", process=process)
     return dial(
         place.address,

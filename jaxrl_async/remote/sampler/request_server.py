@@ -1,14 +1,14 @@
-"""A sampler behind a session: the sampler's side, in its own process.
+"""Serves a sampler over a session: the sampler's side, in its own process.
 
     │ wire │ ──Start, Cancel──> Sampler ──futures──> done ──one Answers for all──> │ wire │
-    │      │ ──Ask──> asking thread: progress, save ────────────────────RemoteReply───> │      │
-    │      │ ──Profile──> asking thread: a trace of this process ──────Profiled──────> │      │
-    │      │ ──Leave, or a signal──> what is drawn, between two blocks ─Leaving─> │      │
+    │      │ ──Ask──> asking thread: progress, save ───────────────RemoteReply──> │      │
+    │      │ ──Profile──> asking thread: a trace of this process ──Profiled─────> │      │
+    │      │ ──Leave, or a signal──> partials, between two blocks ──Leaving─────> │      │
 
-Each request is answered or handed back, exactly once; what is cancelled is answered by a
-RemoteFailure. Requests that come after it has decided to leave are neither: the trainer, which
-hears of that after all answers, deals them again. One thread sends, another asks the sampler what
-may take a block.
+Each request is answered or handed back exactly once; a cancelled request is answered by a
+RemoteFailure. Requests that arrive after the decision to leave are ignored: the trainer reassigns
+them when it receives the Leaving message after all answers. One thread sends; another runs the
+calls to the sampler that may take a decode block.
 """
 
 import concurrent.futures
@@ -50,51 +50,51 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 HAND_BACK_S = 60.0
-"""Longest wait for what is drawn when it leaves, seconds: a block, and a swap before it."""
+"""Maximum wait for the partials when it leaves, seconds: a block, and a swap before it."""
 STOP_S = 10.0
-"""Longest wait for a thread at the end, seconds."""
+"""Maximum wait for a thread at the end, seconds."""
 FRESH_S = 0.02
-"""Age of statistics that may go with answers, seconds: a step's metrics are read when its last
-answer has come."""
+"""Maximum age of the statistics when answers are sent, seconds: a step's metrics are read when its
+last answer has arrived."""
 
 
 class ReplicaServer:
-    """Serves the requests of one session with a sampler. It closes neither.
+    """Serves the requests of one session with a sampler. It closes neither of them.
 
     Attributes:
-        over: Set when the session has ended, for whatever reason.
+        over: Set when the session has ended, for any reason.
         reason: Why it ended.
-        dismissed: Whether the trainer asked the sampler to go.
+        dismissed: True if the trainer asked the sampler to leave.
     """
 
     def __init__(self, session: Session, sampler: Sampler, *, beat_s: float) -> None:
-        """Make it; start() begins to serve.
+        """Create the server; start() begins serving.
 
         Args:
             session: With the trainer.
-            sampler: Whose requests all come from this session.
+            sampler: Gets all its requests from this session.
             beat_s: Time between two reports of the statistics, seconds.
         """
         self.over, self.reason, self.dismissed = threading.Event(), "", False
         self._session, self._sampler, self._beat_s = session, sampler, beat_s
         self._sender = Lifetime(self, ReplicaServer.send_done, name="answers")
         self._asker = Lifetime(self, ReplicaServer.work_through, name="questions")
-        self._lock = threading.Lock()  # guards all below
-        self._held: dict[str, Future[Completion]] = {}  # not answered, and not handed back
+        self._lock = threading.Lock()  # guards everything below
+        self._held: dict[str, Future[Completion]] = {}  # neither answered nor handed back
         self._completions: list[Completion] = []
         self._failures: list[RemoteFailure] = []
         self._replies: list[RemoteReply] = []
         self._profiled: list[Profiled] = []
         self._tasks: deque[Callable[[], None]] = deque()  # for the asking thread
         self._leaves = False  # takes no more requests
-        self._leaving: Leaving | None = None  # the last message
+        self._leaving: Leaving | None = None  # the final message
         self._next_beat_s = 0.0
         self._sent_swaps = 0  # in the last beat
-        self._trace: ProcessTrace | None = None  # under way; the asking thread's
+        self._trace: ProcessTrace | None = None  # running; used by the asking thread only
 
     def start(self) -> None:
-        """Take the session's requests from now on."""
-        self._sampler.start()  # it takes new weights before its first request, too
+        """Start serving the session's requests."""
+        self._sampler.start()  # it applies new weights before its first request
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
@@ -105,20 +105,20 @@ class ReplicaServer:
         self._asker.start()
 
     def leave(self, reason: str, timeout_s: float = HAND_BACK_S) -> bool:
-        """Hand back what is running, and end the session; block until then. If the sampler does not
-        come to a block in that time, its requests begin again elsewhere: return False."""
+        """Hand back running requests and end the session; block until then. Returns False if the
+        sampler does not finish a block in that time; its requests then restart elsewhere."""
         self.begin_to_leave(reason)
         if self.over.wait(timeout_s):
             return True
         log.error(
-            "the sampler did not come to a block within %.0f s: it leaves as it is", timeout_s
+            "no block finished within %.0f s: the sampler leaves without its requests", timeout_s
         )
         self._say_goodbye(reason, ())
         self.over.wait(STOP_S)
         return False
 
     def begin_to_leave(self, reason: str) -> None:
-        """Begin what `leave` does, without waiting. Idempotent."""
+        """Start to leave without waiting. Idempotent."""
         with self._lock:
             if self._leaves:
                 return
@@ -138,16 +138,16 @@ class ReplicaServer:
     # ---- the session's thread
 
     def _take_start(self, message: Start) -> None:
-        """Queue the requests; one that cannot be served fails alone. Raises RolloutError for an id
-        that is in use."""
+        """Queue the requests; one that cannot be served fails separately. Raises RolloutError for
+        an id that is in use."""
         with self._lock:
             if self._leaves:
-                return  # the trainer deals them again
+                return  # the trainer reassigns them
             good, ids = [], []
             for given in message.requests:
                 wire_id = _request_of(given).request_id
                 if wire_id in self._held or wire_id in ids:
-                    raise RolloutError(f"request {wire_id!r} is running already.")
+                    raise RolloutError(f"request {wire_id!r} is already running.")
                 try:
                     good += self._sampler.checked([given])
                     ids.append(wire_id)
@@ -157,8 +157,8 @@ class ReplicaServer:
                 futures = self._sampler.start_many(good)
             except Exception as error:
                 if self._sampler.error is None:
-                    raise  # ends the session, so that others get the requests
-                log.error("the sampler takes no requests: %s", error)
+                    raise  # ends the session; other samplers get the requests
+                log.error("the sampler accepts no requests: %s", error)
                 futures = []
             self._held |= zip(ids, futures, strict=False)
         for wire_id, future in zip(ids, futures, strict=False):
@@ -169,7 +169,7 @@ class ReplicaServer:
         with self._lock:
             futures = [self._held.get(wire_id) for wire_id in message.request_ids]
         for future in futures:
-            if future is not None:  # else it has just been answered
+            if future is not None:  # else it was just answered
                 future.cancel()
 
     def _take_ask(self, message: Ask) -> None:
@@ -187,7 +187,7 @@ class ReplicaServer:
         self.begin_to_leave(message.reason)
 
     def _ended(self, reason: str) -> None:
-        """Stop serving: nobody waits for what is running."""
+        """Stop serving, and cancel the running requests."""
         with self._lock:
             held, self._held = list(self._held.values()), {}
         for future in held:
@@ -202,12 +202,12 @@ class ReplicaServer:
     # ---- the sampler's thread
 
     def _done(self, wire_id: str, future: "Future[Completion]") -> None:
-        """Queue the answer to a request, unless it was handed back. Also on the thread that
-        cancels."""
+        """Queue the answer to a request, unless it was handed back. May also run on a cancelling
+        thread."""
         error = None if future.cancelled() else future.exception()
         with self._lock:
             if isinstance(error, Closed) or self._sampler.error is not None:
-                pass  # the session's end says so
+                pass  # reported with the session's end
             elif self._held.pop(wire_id, None) is None:
                 return
             elif future.cancelled():
@@ -221,12 +221,12 @@ class ReplicaServer:
     # ---- the sending thread
 
     def send_done(self) -> float | None:
-        """Send whatever is done; return how long to sleep (Lifetime), None at the end.
+        """Send everything that is done; return how long to sleep (Lifetime), None at the end.
 
         consumes      answers of the sampler's thread and of the asking thread
-        waits for     `wake`, the next beat, and the wire while too much is on it
-        produces      Answers, then Replies to what was asked before; Profiled; Beat; Died or
-                      Leaving at last
+        waits for     `wake`, the next beat, and the connection while its queue is full
+        produces      Answers, then replies to earlier questions; Profiled; Beat; finally Died or
+                      Leaving
         on failure    the session has ended: `over` is set by the session
         """
         if self._sender.closed:
@@ -267,36 +267,37 @@ class ReplicaServer:
         send_all(self._session, failures, lambda f: Answers(failures=f))
 
     def _send_leaving(self, leaving: Leaving) -> None:
-        """Say goodbye; what is too large for one message begins again elsewhere."""
+        """Send the final message and end the session. If it is too large for one message, its
+        partials are dropped and restart elsewhere."""
         for _, error in send_all(self._session, [leaving], lambda m: m[0]):
-            log.error("what was drawn is lost: %s", error)
+            log.error("the sampled tokens are lost: %s", error)
             self._session.send(replace(leaving, partials=()))
         self._session.end(f"it leaves: {leaving.reason}")
 
     def _beat(self) -> float:
-        """Send the statistics if it is time; return how long until the next time."""
+        """Send the statistics if they are due; return the time until they are due again."""
         now = time.monotonic()
         if now >= self._next_beat_s:
             self._tell(self._sampler.stats(), now)
         return max(self._next_beat_s - now, 0.001)
 
     def _refresh(self) -> None:
-        """Send the statistics before answers if they are old, or do not know of the weights that
-        the answers were drawn with."""
+        """Send the statistics before answers if they are old, or older than the weights that
+        generated the answers."""
         stats, now = self._sampler.stats(), time.monotonic()
         sent_s = self._next_beat_s - self._beat_s
         if stats.swaps != self._sent_swaps or now > sent_s + FRESH_S:
             self._tell(stats, now)
 
     def _tell(self, stats: SamplerStats, now: float) -> None:
-        """Send the statistics; the next regular beat is counted from now."""
+        """Send the statistics; the next regular beat is timed from now."""
         self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
         self._session.send(Beat(stats=asdict(stats), places=self._sampler.places))
 
     # ---- the asking thread
 
     def work_through(self) -> float | None:
-        """Do what was asked, one after another; return how long to sleep (Lifetime)."""
+        """Run the queued tasks in order; return how long to sleep (Lifetime)."""
         while not self._asker.closed:
             with self._lock:
                 if not self._tasks:
@@ -322,7 +323,7 @@ class ReplicaServer:
         self._sender.wake.set()
 
     def _profile(self, message: Profile) -> None:
-        """Begin the trace of a step, or end it and have it sent."""
+        """Begin the trace of a step, or end it and queue it for sending."""
         trace, self._trace = self._trace, None
         try:
             if message.on:
@@ -331,11 +332,12 @@ class ReplicaServer:
                 self._trace = ProcessTrace(SAMPLER_S)
                 return
             if trace is None:
-                return  # it did not begin, which was reported
+                return  # it failed to begin, which was reported
             files = {k: np.frombuffer(v, np.uint8) for k, v in trace.files().items()}
             if (size := sum(f.nbytes for f in files.values())) > MOST_SENT_BYTES:
                 raise ProfileError(
-                    f"the trace has {size / 2**20:.0f} MiB, and {MOST_SENT_BYTES >> 20} are sent"
+                    f"the trace has {size / 2**20:.0f} MiB, above the limit of "
+                    f"{MOST_SENT_BYTES >> 20}"
                 )
             profiled = Profiled(step=message.step, files=files)
         except (ProfileError, OSError) as error:
@@ -345,26 +347,26 @@ class ReplicaServer:
         self._sender.wake.set()
 
     def _hand_back(self, reason: str) -> None:
-        """Take what is drawn out of the sampler, wait for what is done, and say goodbye."""
+        """Take the partials out of the sampler, wait for finished answers, and leave."""
         try:
             unfinished = self._sampler.unfinished()
         except Exception as error:
             if self.over.is_set():
-                return  # nobody is there to take it
-            log.error("what was drawn cannot be handed back: %s", error)
+                return  # the session is over: nothing can be handed back
+            log.error("the partials cannot be handed back: %s", error)
             self._say_goodbye(reason, ())
             return
         with self._lock:
             mine = [p for p in unfinished if p.request.request_id in self._held]
             futures = [self._held.pop(p.request.request_id) for p in mine]
-            done = list(self._held.values())  # their answers are on their way
+            done = list(self._held.values())  # their answers are about to be sent
         for future in futures:
             future.cancel()
         concurrent.futures.wait(done, STOP_S)
         self._say_goodbye(reason, tuple(p for p in mine if len(p.token_ids)))
 
     def _say_goodbye(self, reason: str, partials: tuple[Partial, ...]) -> None:
-        """Have the last message sent; what is not answered now is answered no more."""
+        """Queue the final message; requests not answered by now are not answered."""
         with self._lock:
             self._held.clear()
             self._leaving = self._leaving or Leaving(reason=reason, partials=partials)

@@ -1,4 +1,5 @@
-"""The sending thread of a RemoteReplica, so that nobody else waits for the wire. Pure host code."""
+"""The sending thread of a RemoteReplica, so other threads never wait for the connection. Pure host
+code."""
 
 import logging
 import math
@@ -17,39 +18,39 @@ log = logging.getLogger(__name__)
 
 
 class SendLoop:
-    """Sends a sampler its requests, as it has room, and all else that is to be said."""
+    """Sends a sampler its requests, as it has room, and all other messages."""
 
     def __init__(self, session: Session, lifetime: Lifetime, requests: OutstandingRequests) -> None:
         """lifetime: of the thread that calls step()."""
-        self.version: Callable[[], int] = lambda: 0  # from which the sampler draws, at least
+        self.version: Callable[[], int] = lambda: 0  # the sampler's version, at least
         self._session, self._lifetime, self._requests = session, lifetime, requests
-        self._queued: list[Any] = []  # messages; the lifetime's lock guards it, and the next
-        self._ending: str | None = None  # why the session is to end
+        self._queued: list[Any] = []  # messages; guarded by the lifetime's lock, like the next
+        self._ending: str | None = None  # reason to end the session
 
     def send(self, message: Any) -> None:
-        """Have a message sent, after the requests that are there now."""
+        """Queue a message, to be sent after the current requests."""
         with self._lifetime.lock:
             self._queued.append(message)
         self.wake()
 
     def end(self, reason: str) -> None:
-        """Have the session ended."""
+        """Request the end of the session."""
         with self._lifetime.lock:
             self._ending = self._ending or reason
         self.wake()
 
     def wake(self) -> None:
-        """Look for what is to be sent: there are requests, or there is room for more."""
+        """Wake the sending thread: there are requests, or there is room for more."""
         self._lifetime.start()
         self._lifetime.wake.set()
 
     def step(self) -> float | None:
-        """Send what has been asked for since the last round; return how long to sleep (Lifetime).
+        """Send everything queued since the last round; return how long to sleep (Lifetime).
 
         consumes      requests and questions of other threads
-        waits for     lifetime.wake; the wire, while too much is on it
+        waits for     lifetime.wake; the connection, while its queue is full
         produces      messages
-        on failure    the session has ended: whoever is told so (Arrivals) fails the requests
+        on failure    the session has ended: its end callback (Arrivals) fails the requests
         """
         requests = self._requests.take_sendable(self.version())
         with self._lifetime.lock:
@@ -69,7 +70,7 @@ class SendLoop:
         return None
 
     def _start(self, requests: Sequence[Outstanding]) -> None:
-        """Send requests; one that is too large for a message fails alone."""
+        """Send requests; one that is too large for a message fails separately."""
         on_wire = [out.on_wire for out in requests]
         for refused, error in send_all(self._session, on_wire, lambda r: Start(requests=r)):
             (out,) = self._requests.pop([request_of(refused).request_id])
@@ -78,7 +79,7 @@ class SendLoop:
 
 
 def _joined(messages: Sequence[Any]) -> list[Any]:
-    """Return the messages with all cancellations in one, in front."""
+    """Return the messages with all cancellations merged into one at the front."""
     ids = tuple(i for m in messages if isinstance(m, Cancel) for i in m.request_ids)
     rest = [m for m in messages if not isinstance(m, Cancel)]
     return [Cancel(request_ids=ids), *rest] if ids else rest

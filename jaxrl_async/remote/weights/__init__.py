@@ -1,1 +1,1 @@
-"""The weights' way to samplers in other processes."""
+"""Weight transfer to samplers in other processes."""

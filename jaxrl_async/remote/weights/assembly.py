@@ -1,7 +1,7 @@
-"""Arrays that are put together from pieces in host memory, and read while they still arrive.
+"""Arrays that are assembled from pieces in host memory, and can be read while pieces arrive.
 
-Writers fill pieces and report them; the piece server reads whatever has arrived and passes it on.
-The trainer's own shards are an assembly in which everything has arrived.
+Writers fill pieces and report them; the piece server reads arrived pieces and relays them. The
+trainer's own shards are an assembly in which all pieces have arrived.
 """
 
 import logging
@@ -28,14 +28,15 @@ from jaxrl_async.weights.manifest import Manifest
 log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""After a host copy that failed, seconds until the next is tried: the peer asks for every piece in
-turn, and a sampler fetches again no sooner (transfers.RETRY_S)."""
+"""Time until a failed host copy is retried, seconds. The peer requests every piece in order, and a
+sampler does not fetch again sooner than this (transfers.RETRY_S)."""
 MOST_SUMS = 1 << 16
-"""Most checksums of pieces that are kept: nobody can fill the memory with boxes of his own."""
+"""Maximum number of cached piece checksums, so peers cannot fill the memory by requesting arbitrary
+boxes."""
 
 
 def on_host(data: Any, dtype: str) -> NDArray[Any]:
-    """Return a device's array in host memory, as raw_dtype; on a CPU it is the same memory."""
+    """Return a device's array in host memory, as raw_dtype; on a CPU device without a copy."""
     return np.asarray(data).view(raw_dtype(dtype))
 
 
@@ -49,8 +50,8 @@ class Part:
 
 
 class Assembly:
-    """One version's shards of this process. Thread safe: every element has one writer, before it
-    is reported as arrived, and readers after that."""
+    """One version's shards in this process. Thread-safe: every element has a single writer until it
+    is reported as arrived, and only readers after that."""
 
     def __init__(self, manifest: Manifest, parts: Sequence[Part]) -> None:
         self._manifest = manifest
@@ -58,9 +59,9 @@ class Assembly:
         for part in parts:
             self._parts[part.array].append(part)
         self._arrived: list[dict[Box, int]] = [{} for _ in manifest.entries]  # box -> checksum
-        self._grids = [BoxGrid(shape, dtype) for _, shape, dtype in manifest.entries]  # of those
+        self._grids = [BoxGrid(shape, dtype) for _, shape, dtype in manifest.entries]  # arrived
         self._left = [sum(volume(p.box) for p in held) for held in self._parts]  # elements
-        self._sums: dict[tuple[int, Box], int] = {}  # of pieces of a complete one
+        self._sums: dict[tuple[int, Box], int] = {}  # of pieces, if complete from the start
         self._complete = False
         self._changed = threading.Condition()
         self._progress_at = time.monotonic()
@@ -68,7 +69,7 @@ class Assembly:
 
     @classmethod
     def complete(cls, manifest: Manifest, parts: Sequence[Part]) -> "Assembly":
-        """Make an assembly of shards that are all there."""
+        """Return an assembly whose shards are all complete."""
         made = cls(manifest, parts)
         made._left = [0] * len(manifest.entries)
         made._complete = True
@@ -84,14 +85,14 @@ class Assembly:
         return self._manifest.entries[array][1]
 
     def part(self, array: int, box: Box) -> Part:
-        """Return the shard that contains a box. Raises KeyError if there is none."""
+        """Return the shard that contains a box. Raises KeyError if no shard does."""
         for part in self._parts[array]:
             if contains(part.box, box):
                 return part
         raise KeyError((array, box))
 
     def view(self, piece: WeightPiece) -> NDArray[Any]:
-        """Return the memory into which a piece goes."""
+        """Return the memory of a piece."""
         part = self.part(piece.array, piece.box)
         view: NDArray[Any] = part.data[inside(piece.box, part.box)]
         return view
@@ -101,8 +102,8 @@ class Assembly:
         return host_sum(data, piece.box, self._manifest.entries[piece.array][1])
 
     def sum_of(self, array: int, box: Box, data: NDArray[Any]) -> int:
-        """Return the checksum of a piece that was read: as it arrived, or, where everything was
-        there from the start, computed for the first who asks for this box."""
+        """Return the checksum of a piece that was read: as it arrived or, for an assembly that was
+        complete from the start, computed on the first request for this box."""
         known = self._sums.get((array, box)) if self._complete else self._arrived[array].get(box)
         if known is not None:
             return known
@@ -112,7 +113,7 @@ class Assembly:
         return checksum
 
     def arrived(self, piece: WeightPiece, checksum: int) -> None:
-        """Report a piece whose contents, with this checksum, are in place."""
+        """Report that a piece, with this checksum, has arrived."""
         with self._changed:
             if piece.box not in self._arrived[piece.array]:
                 self._grids[piece.array].add(piece.box)
@@ -122,12 +123,12 @@ class Assembly:
             self._changed.notify_all()
 
     def missing(self, pieces: Sequence[WeightPiece]) -> list[WeightPiece]:
-        """Return those of these pieces that have not arrived."""
+        """Return the pieces that have not arrived."""
         with self._changed:
             return [p for p in pieces if p.box not in self._arrived[p.array]]
 
     def wrong_arrays(self, sums: Sequence[int]) -> list[int]:
-        """Return the arrays that are whole here and whose checksums are not these."""
+        """Return the arrays that are complete here and whose checksums differ from these."""
         wrong = []
         with self._changed:
             for array, (_, shape, _) in enumerate(self._manifest.entries):
@@ -139,7 +140,7 @@ class Assembly:
         return wrong
 
     def forget(self, arrays: Sequence[int]) -> None:
-        """Take arrays for not arrived: they were torn."""
+        """Mark corrupted arrays as not arrived."""
         with self._changed:
             for array in arrays:
                 self._left[array] += sum(map(volume, self._arrived[array]))
@@ -147,13 +148,13 @@ class Assembly:
                 self._grids[array].clear()
 
     def give_up(self) -> None:
-        """Tell readers that nothing more arrives."""
+        """Tell readers that no more pieces will arrive."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """Tell readers that pieces arrive again."""
+        """Tell readers that pieces will arrive again."""
         with self._changed:
             self._given_up = False
             self._progress_at = time.monotonic()
@@ -161,12 +162,12 @@ class Assembly:
     def read(
         self, array: int, box: Box, patience_s: float, waiting: Callable[[], None]
     ) -> NDArray[Any] | None:
-        """Return a piece, C-contiguous, once it has arrived; None if it does not come.
+        """Return a C-contiguous piece once it has arrived; None if it does not arrive.
 
         Args:
             array: Number in the manifest.
             box: Within the array.
-            patience_s: Longest time without any new piece here, seconds.
+            patience_s: Maximum time without a new piece, seconds.
             waiting: Called every 0.1 s of waiting; its exceptions end the wait.
 
         Raises ValueError if there is no such box.
@@ -187,8 +188,8 @@ class Assembly:
         return self._gathered(array, box)
 
     def _is_here(self, array: int, box: Box) -> bool:
-        """Return whether all of a box within the shards here has arrived. Under the lock, and for
-        each piece that is passed on: no look at all that have arrived."""
+        """Return True if all of a box within the local shards has arrived. Needs the lock. Called
+        for each relayed piece, so it must not scan all arrived pieces."""
         if box in self._arrived[array] or not self._left[array]:
             return True
         return self._grids[array].covered(box) == volume(box)
@@ -206,17 +207,17 @@ class Assembly:
 
 
 class OnDemand:
-    """A version whose host copy is made when a sampler asks for a piece of it: it came, or goes,
-    from device to device. Thread safe."""
+    """A version whose host copy is created when a sampler requests a piece of it. The version
+    itself is transferred from device to device. Thread-safe."""
 
     def __init__(self, make: Callable[[], Assembly | None]) -> None:
-        """make: copies it to the host; None: its arrays are gone."""
+        """make: copies it to the host; returns None if its arrays have been deleted."""
         self._make, self._lock = make, threading.Lock()
         self._made: Future[Assembly | None] | None = None
-        self._again_s = -math.inf  # a copy that failed is tried again from then on
+        self._again_s = -math.inf  # no retry of a failed copy before then
 
     def get(self, waiting: Callable[[], None]) -> Assembly | None:
-        """Return the host copy; None: it cannot be made. waiting: see Assembly.read."""
+        """Return the host copy; None: it cannot be created. waiting: see Assembly.read."""
         with self._lock:
             if self._made is None:
                 if time.monotonic() < self._again_s:
@@ -228,7 +229,7 @@ class OnDemand:
     def _copy(self) -> Assembly | None:
         try:
             return self._make()
-        except Exception as error:  # arrays that were deleted meanwhile, or no memory
+        except Exception as error:  # arrays deleted in the meantime, or out of memory
             log.warning("weights on devices cannot be copied to the host: %s", error)
             with self._lock:
                 self._made, self._again_s = None, time.monotonic() + AGAIN_S
@@ -236,42 +237,42 @@ class OnDemand:
 
 
 class Holdings:
-    """The versions that this process can hand out, complete, arriving or on demand. Thread safe."""
+    """The versions that this process can serve: complete, arriving or on demand. Thread-safe."""
 
     def __init__(self) -> None:
         self._assemblies: dict[int, Assembly | OnDemand] = {}
         self._changed = threading.Condition()
 
     def add(self, version: int, assembly: Assembly | OnDemand) -> None:
-        """Hand out a version from now on."""
+        """Start serving a version."""
         with self._changed:
             self._assemblies[version] = assembly
             self._changed.notify_all()
 
     def remove(self, version: int) -> None:
-        """Hand a version out no more. Idempotent."""
+        """Stop serving a version. Idempotent."""
         with self._changed:
             assembly = self._assemblies.pop(version, None)
         if isinstance(assembly, Assembly):
             assembly.give_up()
 
     def keep(self, version: int) -> None:
-        """Hand out no other version than this, but the frozen base still."""
+        """Stop serving all versions except this one and the frozen base."""
         for other in [v for v in self.versions if v not in (version, BASE)]:
             self.remove(other)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All versions that are handed out."""
+        """All versions that are served."""
         with self._changed:
             return tuple(self._assemblies)
 
     def find(self, version: int, patience_s: float, waiting: Callable[[], None]) -> Assembly | None:
-        """Return a version; wait for one that is newer than all that are here. None: not here.
+        """Return a version; wait for it if it is newer than all versions here. None: not here.
 
         Args:
             version: Of the weights.
-            patience_s: Longest wait, seconds: the peer was told of it a little earlier.
+            patience_s: Maximum wait, seconds: the peer may have got the offer slightly earlier.
             waiting: Called every 0.1 s of waiting; its exceptions end the wait.
         """
         deadline = time.monotonic() + patience_s

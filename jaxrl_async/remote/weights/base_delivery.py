@@ -1,8 +1,8 @@
-"""The frozen base under a sampler's adapters: it comes once, with the first version.
+"""The frozen base of a sampler's adapters. It is delivered once, with the first version.
 
 Offer.where["base"] ──same checksums?──> read from model.path here
-                          │ no ──> fetched as any version is
-                          └──> beside the first adapter ──> the engine; then it is let go of
+                          │ no ──> fetched like any version
+                          └──> with the first adapter ──> the engine; then it is released
 """
 
 import logging
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class BaseBringer:
-    """What a joined sampler's adapters change, until the sampler has begun with it. One thread
-    brings it, another one lets go of it."""
+    """Loads the frozen base of a sampler's adapters, and holds it until the sampler's engine has
+    it. One thread loads it, another one releases it."""
 
     def __init__(self, fetching: SoundFetching, read: Callable[[], Params] | None = None) -> None:
-        """Nothing is brought yet.
+        """Start without loading the base.
 
         Args:
-            fetching: the transport, made for the base (Fetching.for_base).
-            read: returns the base from a directory of this machine, all arrays whole in this
-                process; None: there is none.
+            fetching: the transport, created for the base (Fetching.for_base).
+            read: returns the base from a local directory, with all arrays fully in this process;
+                None: there is no such directory.
         """
         self._fetching, self._read = fetching, read
         self._params: Params | None = None
@@ -38,16 +38,16 @@ class BaseBringer:
     def bring(
         self, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
     ) -> int:
-        """Have the base, which is offered beside an adapter at where["base"]; return how many bytes
-        were fetched for it, 0 if it was here or was read. Arguments as Fetching.fetch's, which
-        raises WeightsError."""
+        """Load the base, which is offered with an adapter at where["base"]. Returns the number of
+        fetched bytes, 0 if it was already loaded or read from disk. Takes the arguments of
+        Fetching.fetch. Raises WeightsError."""
         if self._brought:
             return 0
         of_base = where.get("base")
         if not isinstance(of_base, Mapping):
             raise WeightsError(
-                "the trainer offers an adapter, and does not say where the weights are that it "
-                "changes: run the same version of jaxrl_async on both sides"
+                "the trainer offers an adapter without its base weights: run the same version of "
+                "jaxrl_async on both sides"
             )
         num_bytes = 0
         params = self._from_directory(of_base)
@@ -58,17 +58,17 @@ class BaseBringer:
         return num_bytes
 
     def whole(self, adapter: Params) -> Params:
-        """Return an adapter with the base beside it, until `release`; no array is copied."""
+        """Return an adapter merged with the base, until `release`; no array is copied."""
         base = self._params
         return adapter if base is None else beside(base, adapter)
 
     def release(self) -> None:
-        """Let go of the base: the sampler's engine has it. Idempotent."""
+        """Release the base: the sampler's engine has it. Idempotent."""
         if self._brought:
             self._params = None
 
     def _from_directory(self, where: Mapping[str, Any]) -> Params | None:
-        """Return the base as read here, if it is the trainer's."""
+        """Return the base as read from disk, if it equals the trainer's."""
         if self._read is None:
             return None
         try:
@@ -82,6 +82,6 @@ class BaseBringer:
         return params
 
     def close(self) -> None:
-        """Stop passing it on, and let go of it. Idempotent."""
+        """Stop relaying the base, and release it. Idempotent."""
         self._params = None
         self._fetching.fetching.close()

@@ -1,6 +1,6 @@
-"""The boxes of an array that have arrived. Those near a place are found without a look at all.
+"""Spatial index of the arrived boxes of an array: neighbors are found without scanning all boxes.
 
-cells as wide as the pieces of the whole array would be       a box lies in the cells it touches
+cells have the size of the whole array's pieces       a box is listed in all cells it touches
 """
 
 import itertools
@@ -13,26 +13,26 @@ from jaxrl_async.weights.boxes import Box, common, cut
 
 
 class BoxGrid:
-    """Boxes of one array that do not overlap. Not locked."""
+    """Non-overlapping boxes of one array. Not locked."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        """Hold none yet, of an array of this shape and dtype."""
+        """Create an empty grid for an array of this shape and dtype."""
         whole = tuple((0, size) for size in shape)
         first = next(cut(whole, PIECE_BYTES // np.dtype(dtype).itemsize), whole)
         self._widths = [max(stop - start, 1) for start, stop in first]
         self._cells: dict[tuple[int, ...], list[Box]] = {}
 
     def add(self, box: Box) -> None:
-        """Take in a box."""
+        """Add a box."""
         for cell in self._touched(box):
             self._cells.setdefault(cell, []).append(box)
 
     def clear(self) -> None:
-        """Hold none again."""
+        """Remove all boxes."""
         self._cells.clear()
 
     def covered(self, box: Box) -> int:
-        """Return how many elements of a box lie in the boxes held."""
+        """Return the number of elements of a box that the held boxes cover."""
         near = {held for cell in self._touched(box) for held in self._cells.get(cell, ())}
         return sum(common(held, box) for held in near)
 

@@ -1,4 +1,4 @@
-"""The next due time among many: found without a look at all of them."""
+"""Heap of due times: the next one is found without scanning all."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Alarms(Generic[T]):
-    """A time of each thing, which may change: an alarm counts while it is still that time. Not
-    locked."""
+    """Alarms at times that may change: an alarm is valid only while its thing still has this time.
+    Not locked."""
 
     _heap: list[tuple[float, int, T]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
 
     def add(self, at_s: float, thing: T) -> None:
-        """Set the alarm of a thing, whose time is this now."""
+        """Set an alarm for a thing, at its current time."""
         heapq.heappush(self._heap, (at_s, next(self._numbers), thing))
 
     def passed(self, now_s: float, time_of: Callable[[T], float | None]) -> list[T]:
-        """Take the alarms until now out; return the things that they still count for, each once.
+        """Remove the alarms up to now; return the things whose alarms are still valid, each once.
 
-        time_of: the time of a thing; None: it has none.
+        time_of: returns the time of a thing, or None if it has no time.
         """
         passed = dict[T, None]()
         while self._heap and self._heap[0][0] <= now_s:
@@ -34,7 +34,7 @@ class Alarms(Generic[T]):
         return list(passed)
 
     def first(self, time_of: Callable[[T], float | None]) -> float | None:
-        """Return the time of the first alarm that counts; None: no alarm counts."""
+        """Return the time of the first valid alarm; None: no alarm is valid."""
         while self._heap and time_of(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

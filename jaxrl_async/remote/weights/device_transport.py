@@ -1,18 +1,18 @@
-"""Weights from device to device between processes, with jax.experimental.transfer.
+"""Transfer weights from device to device between processes, with jax.experimental.transfer.
 
     sampler ──names its pieces, over its guarded connection──> trainer: publishes all of them once
             <────── a random number that fits one pull, and each piece's checksum ───┘
-            ──pulls by that number, its own devices' memory──> jax's transfer server
-            ──checksums on its devices──> the same? ──> put together there
+            ──pulls by that number into its own devices' memory──> jax's transfer server
+            ──checksums on its devices──> equal? ──> assembled there
 
-No byte comes to a host's memory on either side, where JAX's transport needs none. A shard that a
-sampler needs whole is published as it is; others are cut on the trainer's devices, once for all
-samplers that want the same part at a time.
+No byte passes through host memory on either side, unless JAX's transport needs it. A shard that a
+sampler needs as a whole is published unchanged; others are cut on the trainer's devices, once for
+all samplers that fetch the same part at the same time.
 
-JAX's server knows no secret: the numbers, which only a guarded connection gets, replace it. It
-has no timeouts that fire either; hence whoever waits looks, and breaks the connection when nothing
-comes. The caller compares manifests first: JAX checks sizes only, and another layout of the same
-size would be taken in silence.
+JAX's server does not authenticate: random numbers, which are sent only over a guarded connection,
+replace the secret. It also has no working timeouts, so the waiting side polls and breaks the
+connection when nothing arrives. The caller compares manifests first: JAX checks only sizes, and
+would accept a different layout of the same size silently.
 """
 
 import importlib
@@ -44,19 +44,19 @@ from jaxrl_async.weights.manifest import Manifest
 log = logging.getLogger(__name__)
 
 PUBLISHED_S = 60.0
-"""A published piece that nobody pulls is let go after so long, seconds."""
+"""Time after which a published piece that is not pulled is released, seconds."""
 POLL_S = 0.002
 WHOLE = 1 << 62
-"""Bytes of a piece: none is cut further than shards require."""
+"""Piece size in bytes, effectively unlimited: pieces are cut only at shard boundaries."""
 
 Shards = Mapping[tuple[int, Box], Any]
 """Single-device arrays by (array, box)."""
 Shapes = Sequence[tuple[int, ...]]
-"""Of all whole arrays."""
+"""Shapes of all whole arrays."""
 
 
 def start_transfer_server(host: str) -> Any:
-    """Start JAX's server on any free port of an interface. Raises WeightsError."""
+    """Start JAX's transfer server on a free port of an interface. Raises WeightsError."""
     try:
         module = importlib.import_module("jax.experimental.transfer")
         at = str(Address(socket.gethostbyname(host), 0))
@@ -69,7 +69,7 @@ def start_transfer_server(host: str) -> Any:
 
 
 class DevicePublisher:
-    """The trainer's side: shards on devices, published when asked. Thread safe."""
+    """The trainer's side: shards on devices, published on request. Thread-safe."""
 
     def __init__(self, host: str) -> None:
         self._server = start_transfer_server(host)
@@ -94,15 +94,15 @@ class DevicePublisher:
             self._versions[version] = _Published(shards, sums, shapes)
 
     def remove(self, version: int) -> None:
-        """Publish a version no more. Idempotent."""
+        """Stop publishing a version. Idempotent."""
         with self._lock:
             self._versions.pop(version, None)
 
     def publish(
         self, version: int, pieces: Sequence[tuple[int, Box]]
     ) -> tuple[int, list[int]] | None:
-        """Publish pieces, as (array, box), for one pull; return its number and their checksums, in
-        order; None: they are not all here. Waits until the devices have done it."""
+        """Publish pieces, as (array, box), for one pull. Returns the pull's number and the pieces'
+        checksums, in order; None: some pieces are not here. Waits for the devices."""
         with self._lock:
             published = self._versions.get(version)
         cut = published and published.cut(pieces)
@@ -116,7 +116,7 @@ class DevicePublisher:
 
 
 class _Published:
-    """One version's shards, and parts of them that are being pulled. Thread safe."""
+    """One version's shards, and the parts of them that are being pulled. Thread-safe."""
 
     def __init__(self, shards: Shards, sums: Mapping[tuple[int, Box], int], shapes: Shapes) -> None:
         self._shards: dict[int, dict[Box, Any]] = {}
@@ -126,8 +126,8 @@ class _Published:
         self._parts = weakref.WeakValueDictionary[tuple[int, Box], Any]()
 
     def cut(self, pieces: Sequence[tuple[int, Box]]) -> tuple[list[Any], list[int]] | None:
-        """Return pieces on their devices, and their checksums; None: they are not all here. Waits
-        for the devices where a checksum is not known yet."""
+        """Return pieces on their devices, and their checksums; None: some are not here. Waits for
+        the devices if a checksum is not known yet."""
         with self._lock:
             arrays = [self._part(array, box) for array, box in pieces]
             if any(array is None for array in arrays):
@@ -168,15 +168,15 @@ class DevicePuller:
         boxes: Sequence[Mapping[Box, Sequence[Any]]],
         stopped: Callable[[], str],
     ) -> dict[tuple[int, Box], list[Any]]:
-        """Return every shard of this process on each of its devices, compared on them.
+        """Return every shard of this process on each of its devices, with checksums compared there.
 
         Args:
-            found: Where the pieces are.
+            found: Locations of the pieces.
             manifest: Of all arrays, equal to the trainer's.
-            boxes: For each array, its distinct boxes here and their devices.
-            stopped: Says why to stop; "": go on.
+            boxes: For each array, its distinct boxes in this process and their devices.
+            stopped: Returns the reason to stop; "": continue.
 
-        Raises WeightsError if a piece does not arrive, or arrives changed.
+        Raises WeightsError if a piece does not arrive, or arrives corrupted.
         """
         targets = [(number, box) for number, held in enumerate(boxes) for box in held]
         pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
@@ -203,7 +203,7 @@ class DevicePuller:
             self._wait(holder.device, pulled, stopped)
             _compare(asked, pulled, sums, manifest)
             arrays |= zip(asked, pulled, strict=True)
-            del pulled  # what is put together frees its pieces: there is room for two sets alone
+            del pulled  # assembling frees pieces: devices have room for two sets only
         own: dict[tuple[int, Box], list[tuple[WeightPiece, Any]]] = {t: [] for t in targets}
         for piece in pieces:
             own[target_of[piece]].append((piece, arrays.pop(piece)))
@@ -221,7 +221,7 @@ class DevicePuller:
         return self._connections[address]
 
     def _wait(self, address: str, arrays: Sequence[Any], stopped: Callable[[], str]) -> None:
-        """Wait until all arrays are there; break the connection if nothing comes. Raises
+        """Wait until all arrays have arrived; break the connection if nothing arrives. Raises
         PeerError."""
         waiting, heard, reason = list(arrays), time.monotonic(), ""
         while waiting and not reason:
@@ -229,7 +229,7 @@ class DevicePuller:
             if len(left) < len(waiting):
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._settings.silence_s:
-                reason = f"nothing came for {self._settings.silence_s:g} s"
+                reason = f"nothing arrived for {self._settings.silence_s:g} s"
             waiting, reason = left, stopped() or reason
             time.sleep(POLL_S if waiting else 0)
         if reason:
@@ -249,7 +249,8 @@ def _device(boxes: Sequence[Mapping[Box, Sequence[Any]]], target: tuple[int, Box
 def _compare(
     pieces: Sequence[WeightPiece], arrays: Sequence[Any], sent: Sequence[int], manifest: Manifest
 ) -> None:
-    """Raise WeightsError if a piece's checksum, taken on its device here, is not the sent one."""
+    """Raise WeightsError if a piece's checksum, computed on its device here, differs from the sent
+    one."""
     parts = [
         (data, [start for start, _ in piece.box], manifest.entries[piece.array][1])
         for piece, data in zip(pieces, arrays, strict=True)
@@ -258,7 +259,7 @@ def _compare(
     wrong = [p for p, a, b in zip(pieces, here, sent, strict=True) if a != b]
     if wrong:
         raise WeightsError(
-            f"{len(wrong)} of {len(pieces)} pieces arrived changed, first of "
+            f"{len(wrong)} of {len(pieces)} pieces arrived corrupted, first of "
             f"{manifest.entries[wrong[0].array][0]!r}"
         )
 
@@ -282,7 +283,7 @@ def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, Any]]) -> Any:
 def _joined(
     pieces: Sequence[Any], shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...]
 ) -> Any:
-    """Return an array of this shape, with the pieces at these places: one program, which writes
+    """Return an array of this shape with the pieces at these positions, in one program that writes
     each byte once."""
     whole = jnp.zeros(shape, pieces[0].dtype)
     for data, start in zip(pieces, starts, strict=True):

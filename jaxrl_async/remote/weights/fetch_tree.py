@@ -1,4 +1,4 @@
-"""The tree along which samplers pass weights on: who fetches from whom, and from whom next.
+"""The tree along which samplers relay weights: each sampler's source, and its fallback sources.
 
     fanout 2, members in order of joining:      trainer
                                               ┌────┴────┐
@@ -7,25 +7,25 @@
                                             2   3     4   5      sources of 5:  1, 0, trainer
 
 A member's sources are its parent, its parent's siblings, its grandparent and so on; the trainer is
-the last. A source that has died is left for the next one at once: nobody needs to be told. All of a
-member's sources joined before it, so that nobody waits for himself in a circle.
+the last. If a source has died, the member immediately uses the next one, without coordination. All
+of a member's sources joined before it, so there are no cycles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 MOST_SOURCES = 8
-"""Sources of one member: enough for several deaths at once."""
+"""Maximum number of sources of one member: enough for several simultaneous failures."""
 
 
 def sources(members: Sequence[str], fanout: int, trainer: str) -> tuple[tuple[str, ...], ...]:
-    """Return the addresses each member fetches from, best first, the trainer's last.
+    """Return the addresses that each member fetches from, best first, the trainer's last.
 
     Args:
-        members: Their addresses in the order in which they joined; "": one that passes nothing
-            on, and is nobody's source. Appending one changes nothing for the others.
-        fanout: To how many the trainer, and each member, sends the weights itself.
-        trainer: Its address; "": it has none, and is left out.
+        members: Their addresses in order of joining; "": a member that does not relay, and is no
+            source. Appending a member changes nothing for the others.
+        fanout: Number of members to which the trainer, and each member, sends the weights directly.
+        trainer: Its address; "": it has none, and is omitted.
     """
     passing: list[str] = []
     found = []
@@ -42,8 +42,8 @@ def sources_of_next(
     """Return the addresses from which the next member fetches, best first, the trainer's last.
 
     Args:
-        place: How many joined before it that pass weights on.
-        address_at: Returns the address of each of them, by its place from 0 on.
+        place: Number of relaying members that joined before it.
+        address_at: Returns the address of each of them by its place, from 0.
         fanout, trainer: See `sources`.
     """
     last = (trainer,) if trainer else ()
@@ -54,7 +54,7 @@ def sources_of_next(
 def _places_above(place: int, fanout: int) -> Iterator[int]:
     """Yield parent and its siblings, grandparent and its siblings, and so on; all before `place`.
 
-    Children of one parent begin at different siblings of it, so that they part when it dies.
+    Children of one parent start at different siblings of it, so they spread out when it dies.
     """
     parent, turn = place // fanout - 1, place % fanout
     while parent >= 0:
@@ -63,5 +63,5 @@ def _places_above(place: int, fanout: int) -> Iterator[int]:
         siblings = min(fanout, place - eldest) - 1
         for number in range(siblings):
             sibling = eldest + (turn + number) % siblings
-            yield sibling + (sibling >= parent)  # the parent itself is left out
+            yield sibling + (sibling >= parent)  # skip the parent itself
         parent = parent // fanout - 1

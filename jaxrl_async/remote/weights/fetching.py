@@ -1,4 +1,4 @@
-"""The sampler's side of the transports: pieces into arrays, checked, and passed on.
+"""The sampler's side of the transports: assembles pieces into arrays, verifies and relays them.
 
 where ──plan──> pieces ──shared memory, folder, TCP──> assembly ──every array's checksum──> devices
                                                           └──> piece server ──> other samplers
@@ -44,15 +44,15 @@ from jaxrl_async.weights.manifest import compare, manifest_of
 log = logging.getLogger(__name__)
 
 MOST_REPEATS = 2
-"""How often arrays that arrived torn are fetched anew, from the trainer, before it is an error."""
+"""Number of times that corrupted arrays are fetched again from the trainer before it is an
+error."""
 DEVICE_SHARE = 0.5
-"""Share of remote.transfer_timeout_s in which a version must have come from device to device; TCP
-has the rest."""
+"""Fraction of remote.transfer_timeout_s for a transfer from device to device; TCP gets the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedParams:
-    """A seams.Fetched."""
+    """A protocols.Fetched."""
 
     params: Params
     num_bytes: int
@@ -63,22 +63,22 @@ class FetchedParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchWays:
-    """How pieces may be fetched."""
+    """The transports that may be used."""
 
     shared: bool = True  # through shared memory, from processes on this machine
-    folder: str | None = None  # remote.folder, from files in it; None: not so
-    tcp: PullSettings | None = field(default_factory=PullSettings)  # None: not over TCP
+    folder: str | None = None  # remote.folder, to read files from; None: not used
+    tcp: PullSettings | None = field(default_factory=PullSettings)  # None: no TCP
     puller: DevicePuller | None = None  # tried first
-    trial: FasterWay | None = None  # of these two; None: the puller's always
-    timeout_s: float = 300.0  # longest time for one version, seconds
+    trial: FasterWay | None = None  # chooses between puller and TCP; None: puller
+    timeout_s: float = 300.0  # maximum time for one version, seconds
 
 
 class PieceFetching:
-    """A seams.Fetching. `fetch` is called by one thread at a time.
+    """A protocols.Fetching. `fetch` is called by one thread at a time.
 
     Attributes:
-        counts: Arrays and versions that were fetched anew, and falls from one way to the next, by
-            name; for logs.
+        counts: Numbers of refetched arrays, resumed versions, host copies and fallbacks between
+            transports, by name; for logs.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class PieceFetching:
         Args:
             target: The sampler's arrays as jax.ShapeDtypeStruct with shardings.
             ways: How to fetch.
-            holdings: What `server` passes on.
-            server: Passes on what was fetched; None: it is not passed on.
-            spare: Blocks of the host's memory that are kept for the next version, see BufferPool.
+            holdings: The versions that `server` relays.
+            server: Relays fetched weights; None: they are not relayed.
+            spare: Blocks of host memory that are kept for the next version, see BufferPool.
         """
         self._manifest, self._ways = manifest_of(target), ways
         leaves, self._structure = jax.tree.flatten(target)
@@ -118,21 +118,21 @@ class PieceFetching:
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which weights are passed on; "": they are not."""
+        """HOST:PORT at which weights are relayed; "": they are not."""
         return self._server.address if self._server is not None else ""
 
     def fetch(
         self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
     ) -> FetchedParams:
-        """Fetch this process's part of a version; see seams.Fetching."""
+        """Fetch this process's part of a version; see protocols.Fetching."""
         found = read_whereabouts(where)
         if found.version != version:
-            raise WeightsError(f"the offer of version {version} says where {found.version} is")
+            raise WeightsError(f"the offer of version {version} describes version {found.version}")
         compare(found.manifest, self._manifest)
         stopped, before = self._stop_reason(abort), self._fallbacks
         puller, trial = self._ways.puller, self._ways.trial
         if trial is not None and not (found.holders and all(h.device for h in found.holders)):
-            puller = trial = None  # the trainer does not offer it
+            puller = trial = None  # not offered by the trainer
         if puller is not None and (trial is None or trial.next == DEVICE):
             pulled = self._from_devices(puller, trial, found, abort)
             if pulled is not None:
@@ -166,21 +166,21 @@ class PieceFetching:
         return self.counts["without_device"] + self.counts["without_shared_memory"]
 
     def _keep(self, version: int) -> None:
-        """Pass on a version that has come, in place of older ones; the base only where others can
-        ask for it: it takes the host's memory."""
+        """Relay a fetched version instead of older ones. The base is kept only if it can be
+        relayed, since it takes host memory."""
         if version != BASE:
             self._holdings.keep(version)
         elif self._server is None:
             self._holdings.remove(version)
 
     def for_base(self, target: Params) -> "PieceFetching":
-        """See seams.Fetching. Which way is faster is measured only with versions: the base
-        comes once, and may be a thousand times as large as an adapter."""
+        """See protocols.Fetching. Only versions are used to measure the faster transport: the base
+        is fetched once, and may be a thousand times as large as an adapter."""
         ways = self._ways if self._ways.trial is None else replace(self._ways, trial=FasterWay())
         return PieceFetching(target, ways, self._holdings, self._server, spare=0)
 
     def close(self) -> None:
-        """Stop passing on, and let go of everything. Idempotent."""
+        """Stop relaying, and release everything. Idempotent."""
         self._closed.set()
         if self._server is not None:
             self._server.close()
@@ -190,7 +190,7 @@ class PieceFetching:
         self._reader.close()
 
     def _assembly(self, found: Whereabouts) -> Assembly:
-        """Return the arrays to fill: those of an earlier try of the same weights, or new ones."""
+        """Return the arrays to fill: from an earlier attempt for the same weights, or new ones."""
         if self._unfinished is not None:
             before, assembly = self._unfinished
             shards = [[holder.shards for holder in w.holders] for w in (before, found)]
@@ -219,18 +219,18 @@ class PieceFetching:
         sources: Sequence[str],
         stopped: Callable[[], str],
     ) -> Counter[str]:
-        """Fetch every piece, and arrays that arrive torn again; return the bytes by source."""
+        """Fetch every piece, and refetch corrupted arrays; return the bytes by source."""
         pieces = plan_pieces(self._manifest, found.holders, assembly.targets)
         came = self._from_files(assembly, found, pieces, stopped)
         came += self._over_tcp(assembly, found, pieces, sources, stopped)
         for _ in range(MOST_REPEATS):
             wrong = [] if found.on_devices else assembly.wrong_arrays(found.sums)
-            if not wrong:  # else every piece's own checksum has been compared
+            if not wrong:  # on_devices: each piece's checksum was compared
                 return came
             self.counts["torn_arrays"] += len(wrong)
             log.warning(
-                "version %d: %d arrays arrived torn, first %r; they are fetched from the trainer "
-                "again",
+                "version %d: %d arrays arrived corrupted, first %r; fetching them again from the "
+                "trainer",
                 found.version,
                 len(wrong),
                 self._manifest.entries[wrong[0]][0],
@@ -244,7 +244,7 @@ class PieceFetching:
             assembly.forget(wrong)
             raise WeightsError(
                 f"version {found.version}: {len(wrong)} of {len(self._manifest.entries)} arrays "
-                f"differ from what was sent after {MOST_REPEATS} repeats, first "
+                f"differ from the trainer's after {MOST_REPEATS} repeats, first "
                 f"{self._manifest.entries[wrong[0]][0]!r}"
             )
         return came
@@ -256,8 +256,8 @@ class PieceFetching:
         pieces: Sequence[WeightPiece],
         stopped: Callable[[], str],
     ) -> Counter[str]:
-        """Copy what is in shared memory here, or in remote.folder. What fails is logged: TCP goes
-        on from there; raises WeightsError where that is not allowed."""
+        """Copy the pieces that are in local shared memory or in remote.folder. A failure is logged
+        and TCP continues; raises WeightsError if TCP is not allowed."""
         came = Counter[str]()
         for number, holder in enumerate(found.holders):
             wanted = assembly.missing([p for p in pieces if p.holder == number])
@@ -286,21 +286,22 @@ class PieceFetching:
         sources: Sequence[str],
         stopped: Callable[[], str],
     ) -> Counter[str]:
-        """Pull what is missing. Raises WeightsError if it comes from nowhere."""
+        """Pull the missing pieces. Raises WeightsError if no source has them."""
         missing = assembly.missing(pieces)
         if not missing:
             return Counter()
         if self._ways.tcp is None:
             reason = stopped() or (
-                "it is neither in shared memory of this machine nor in remote.folder, and "
-                "remote.transfer allows nothing else. Set remote.transfer=auto"
+                "it is neither in this machine's shared memory nor in remote.folder, and "
+                "remote.transfer allows no other transport. Set remote.transfer=auto"
             )
             raise WeightsError(f"version {found.version} was not fetched: {reason}")
         order = SourceList(sources, [holder.address for holder in found.holders])
         return pull_all(assembly, found.version, missing, order, self._ways.tcp, stopped)
 
     def _stop_reason(self, abort: threading.Event, share: float = 1.0) -> Callable[[], str]:
-        """Return what says why to stop, "" before that. share: of the time for a version."""
+        """Return a function that gives the reason to stop, or "". share: fraction of the time for a
+        version."""
         limit_s = self._ways.timeout_s
         deadline = time.monotonic() + share * limit_s
         limit = (
@@ -325,14 +326,14 @@ class PieceFetching:
         found: Whereabouts,
         abort: threading.Event,
     ) -> FetchedParams | None:
-        """Pull a version from device to device, where its checksums are compared. None: it did not
-        come, or not in time; TCP is next. It is copied to the host only for a sampler that asks for
-        it here. Raises WeightsError if it was stopped for another reason than the time."""
+        """Pull a version from device to device, and compare its checksums there. Returns None if it
+        failed or timed out; TCP is next. The version is copied to the host only if another sampler
+        requests it here. Raises WeightsError if stopped for another reason than the timeout."""
         began_s, limit_s = time.monotonic(), DEVICE_SHARE * self._ways.timeout_s
         stopped = self._stop_reason(abort, DEVICE_SHARE)
         try:
             params = self._arrays(puller.pull(found, self._manifest, self._boxes, stopped))
-        except Exception as error:  # JAX's own, too: what its transport lacks here, no memory
+        except Exception as error:  # including JAX's: unsupported transport, out of memory
             late = time.monotonic() - began_s > limit_s
             if not late and (reason := stopped()):
                 raise WeightsError(f"version {found.version} was not fetched: {reason}") from error
@@ -340,8 +341,8 @@ class PieceFetching:
                 trial.failed(DEVICE)
             self.counts["without_device"] += 1
             log.warning(
-                "weights of version %d do not come from device to device: %s; they are fetched "
-                "over TCP",
+                "transfer of weights of version %d from device to device failed: %s; fetching "
+                "them over TCP",
                 found.version,
                 error,
             )
@@ -349,7 +350,7 @@ class PieceFetching:
         if trial is not None:
             trial.took(DEVICE, self._num_bytes, time.monotonic() - began_s)
         self._unfinished = None
-        # weak: a device has room for two sets of weights, and the sampler says which
+        # weak: devices have room for two sets of weights, and the sampler decides which
         leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
         self._holdings.add(found.version, OnDemand(partial(self._host_copy, leaves)))
         self._keep(found.version)
@@ -361,7 +362,7 @@ class PieceFetching:
         )
 
     def _host_copy(self, leaves: Sequence[weakref.ReferenceType[Any]]) -> Assembly | None:
-        """Copy a version from the devices, to pass it on; None: the sampler has released it."""
+        """Copy a version from the devices to relay it; None: the sampler has released it."""
         arrays = [leaf() for leaf in leaves]
         if any(array is None for array in arrays):
             return None
@@ -374,7 +375,7 @@ class PieceFetching:
         return Assembly.complete(self._manifest, parts)
 
     def _on_devices(self, assembly: Assembly) -> dict[tuple[int, Box], list[Any]]:
-        """Put the shards on their devices; on a CPU their memory becomes the arrays'."""
+        """Put the shards on their devices; CPU arrays use the same memory."""
         shards, devices, targets = [], [], []
         for number, (_, dtype, _) in enumerate(self._leaves):
             for box, holders in self._boxes[number].items():
@@ -389,7 +390,7 @@ class PieceFetching:
         return placed
 
     def _arrays(self, placed: Mapping[tuple[int, Box], Sequence[Any]]) -> Params:
-        """Make the sampler's arrays of the shards on their devices."""
+        """Create the sampler's arrays from the shards on their devices."""
         arrays = []
         for number, (shape, _, sharding) in enumerate(self._leaves):
             own = [array for box in self._boxes[number] for array in placed[number, box]]
@@ -399,7 +400,7 @@ class PieceFetching:
 
 
 def _are_the_trainers(params: Params, found: Whereabouts) -> bool:
-    """Return whether whole arrays were compared with the trainer's where they lie now. Raises
+    """Return True if whole arrays were compared with the trainer's in their final place. Raises
     WeightsError if they differ."""
     if not found.on_devices:
         return in_host_memory(params)
@@ -407,5 +408,5 @@ def _are_the_trainers(params: Params, found: Whereabouts) -> bool:
         return False
     sums = Sums(params).read()
     if sums is None or sums.tolist() != list(found.sums):
-        raise WeightsError(f"version {found.version} differs from what is on the trainer's devices")
+        raise WeightsError(f"version {found.version} differs from the trainer's arrays")
     return True

@@ -1,11 +1,11 @@
-"""Weights as files in a folder or mounted bucket that all machines see.
+"""Transfer weights as files in a folder or mounted bucket that all machines share.
 
     FOLDER/RUN/p0/NONCE-v7        the shards of the trainer's process 0, as in shared memory
-    FOLDER/RUN/p0/NONCE-v7.json   its size, written when the file is whole
+    FOLDER/RUN/p0/NONCE-v7.json   its size, written when the file is complete
 
-For clouds without a route between the machines, and for samplers that join late. Nothing is
-renamed, appended to or written twice, as object stores want it. A file that is torn or not there
-yet is noticed by its index, its size and the arrays' checksums.
+For clouds without a network route between the machines, and for samplers that join late. Files are
+never renamed, appended to or rewritten, as object stores require. An incomplete or missing file is
+detected by its index, its size and the arrays' checksums.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ from jaxrl_async.weights.manifest import Manifest
 log = logging.getLogger(__name__)
 
 KEEP_S = 60.0
-"""Files of a withdrawn version stay so long, for samplers that still read them, seconds."""
+"""Time for which files of a withdrawn version are kept for samplers that still read them,
+seconds."""
 SHOW_S = 10.0
-"""Longest wait for a file that was offered: a mount may show it late, seconds."""
+"""Maximum wait for an offered file, seconds: it may appear late on a mount."""
 POLL_S = 0.2
 
 
@@ -42,8 +43,8 @@ class FolderFiles:
     """The trainer's side: one process's files."""
 
     def __init__(self, folder: str, run: str, process: int) -> None:
-        """Delete what earlier processes of the run have left. Raises WeightsError if the folder
-        cannot be written to."""
+        """Delete files of earlier processes of the run. Raises WeightsError if the folder is not
+        writable."""
         self._root = Path(folder)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", run).lstrip(".") or "run"
         self._place = Path(name) / f"p{process}"
@@ -58,14 +59,14 @@ class FolderFiles:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise WeightsError(
-                f"remote.folder={folder}: {error}. Name a folder that this machine can write to "
-                "and every sampler can read."
+                f"remote.folder={folder}: {error}. Set it to a folder that this machine can write "
+                "to and every sampler can read."
             ) from None
         if left:
-            log.warning("deleted %d files of an earlier start in %s", len(left), here)
+            log.warning("deleted %d files of earlier starts in %s", len(left), here)
 
     def write(self, version: int, parts: Sequence[Part]) -> str:
-        """Write a version's shards, then its index; return the path below the folder. Raises
+        """Write a version's shards, then its index; return the path relative to the folder. Raises
         WeightsError."""
         self._delete_withdrawn()
         offsets, size = shard_offsets([part.data.nbytes for part in parts])
@@ -91,7 +92,7 @@ class FolderFiles:
         return str(place)
 
     def withdraw(self, version: int) -> None:
-        """Delete a version's files some time later. Idempotent."""
+        """Delete a version's files after KEEP_S. Idempotent."""
         path = self._paths.pop(version, None)
         if path is not None:
             self._withdrawn.append((time.monotonic(), path))
@@ -112,7 +113,7 @@ class FolderFiles:
 
 
 class FolderReader:
-    """The sampler's side: reads pieces out of the trainer's files."""
+    """The sampler's side: reads pieces from the trainer's files."""
 
     def __init__(self, folder: str) -> None:
         self._root = Path(folder)
@@ -128,13 +129,13 @@ class FolderReader:
         """Read pieces into the assembly; return their bytes.
 
         Args:
-            assembly: Where they go.
+            assembly: Destination of the pieces.
             manifest: Of all arrays.
-            holder: The process of the trainer that has them, and its file.
-            pieces: All in shards of this holder.
-            stopped: Says why to stop; "": go on.
+            holder: The trainer process that has them, and its file.
+            pieces: All from shards of this holder.
+            stopped: Returns the reason to stop; "": continue.
 
-        Raises WeightsError if the file is not there, or is not whole.
+        Raises WeightsError if the file is missing or incomplete.
         """
         sizes = [
             volume(s.box) * np.dtype(manifest.entries[s.array][2]).itemsize for s in holder.shards
@@ -161,10 +162,10 @@ class FolderReader:
         return num_bytes
 
     def _whole_file(self, place: str, size: int, stopped: Callable[[], str]) -> Path:
-        """Wait until a file is there and whole; return its path. Raises WeightsError."""
+        """Wait until a file is complete; return its path. Raises WeightsError."""
         path = self._root / place
         if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise WeightsError(f"{place!r} is no path below remote.folder")
+            raise WeightsError(f"{place!r} is not a path below remote.folder")
         deadline = time.monotonic() + SHOW_S
         while True:
             problem = _problem(path, size)
@@ -179,12 +180,12 @@ class FolderReader:
 
 
 def _problem(path: Path, size: int) -> str:
-    """Say what is wrong with a file and its index; "": nothing."""
+    """Return the problem with a file and its index; "": none."""
     try:
         index = json.loads(_index_of(path).read_text(encoding="utf-8"))
         there = path.stat().st_size
     except (OSError, ValueError) as error:
-        return f"not whole, or not there ({error})"
+        return f"incomplete or missing ({error})"
     if not isinstance(index, dict) or index.get("size") != size or there != size:
         return f"{there} bytes instead of {size}"
     return ""

@@ -1,11 +1,11 @@
-"""Checksums of weights in host memory, at memory's speed: 8 bytes for each array.
+"""Checksums of weights in host memory, at memory speed: 8 bytes per array.
 
     sum over all words of word * (2 * place + 1), modulo 2^64
 
-A word is 8 bytes of a row (the last axis), the row's end filled up with zeros; `place` counts the
-array's words. Like weights.checksum, parts of an array add up to the same number however it was
-cut, and no single word can change or move unseen. That one needs a multiplication for each element,
-which is quick on an accelerator and slow on a CPU; here sums over rows and columns come first:
+A word is 8 bytes of a row (the last axis), padded with zeros at the row's end; `place` counts the
+array's words. As in weights.checksum, the parts of an array add up to the same number however it
+was cut, and a change or move of a single word is always detected. weights.checksum multiplies each
+element, which is fast on an accelerator but slow on a CPU. Here rows and columns are summed first:
 
     sum over rows of 2 * (place of its first word) * (sum of the row)
     + sum over columns of (2 * column + 1) * (sum of the column)
@@ -22,15 +22,15 @@ from jaxrl_async.weights.boxes import Box
 
 MODULUS = 2**64
 WORD = 8
-"""Bytes of a word."""
+"""Bytes per word."""
 BLOCK_BYTES = 1 << 19
-"""Bytes that are summed by rows and then by columns: the second time from the cache."""
+"""Bytes that are summed by rows and then by columns, the second time from the cache."""
 LONG_ROW = 2048
-"""Words; longer rows are cut, so that few columns' sums remain."""
+"""Maximum row length in words; longer rows are cut to keep the number of column sums small."""
 
 
 def in_host_memory(params: Any) -> bool:
-    """Return whether all arrays lie in host memory, so that these sums are of the arrays
+    """Return True if all arrays are in host memory, so these checksums cover the arrays
     themselves."""
     leaves = jax.tree.leaves(params)
     return all(d.platform == "cpu" for leaf in leaves for d in leaf.sharding.device_set)
@@ -41,7 +41,7 @@ def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:
 
     Args:
         data: The part, with the box's shape, of any dtype.
-        box: Where it lies in the array.
+        box: Its position in the array.
         shape: Of the whole array.
     """
     if not data.size:
@@ -55,12 +55,12 @@ def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:
 def _words(
     data: NDArray[Any], box: Box, shape: tuple[int, ...], row_words: int
 ) -> tuple[NDArray[np.uint64], int, int]:
-    """Return the words as [rows, columns], the first column's number, and how many axes before the
-    last one belong to the columns."""
+    """Return the words as [rows, columns], the first column's index, and the number of axes before
+    the last that belong to the columns."""
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     start, stop = box[-1] if box else (0, 1)
     first, end = start * data.itemsize, stop * data.itemsize
-    if first % WORD or end % WORD:  # fill up with zeros, which change no sum
+    if first % WORD or end % WORD:  # pad with zeros, which change no sum
         before, after = first % WORD, -end % WORD
         rows = raw.reshape(-1, end - first)
         return np.pad(rows, ((0, 0), (before, after))).view(np.uint64), first // WORD, 0
@@ -87,7 +87,7 @@ def _row_places(box: Box, shape: tuple[int, ...], row_words: int) -> NDArray[np.
 def _cut_rows(
     words: NDArray[np.uint64], places: NDArray[np.uint64], column: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
-    """Cut long rows into shorter ones of equal length, if they can be."""
+    """Cut long rows into shorter ones of equal length, if possible."""
     length = words.shape[1]
     if length <= LONG_ROW:
         return words, places, column

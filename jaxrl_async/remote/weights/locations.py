@@ -1,8 +1,8 @@
-"""Where the pieces of one version are: what the trainer's processes offer, as plain JSON.
+"""Locations of one version's pieces: the offers of the trainer's processes, as plain JSON.
 
     {"arrays": [[name, shape, dtype]], "holders": [{"shards": [[array, box, checksum]], ways...}]}
 
-A trainer over several processes has one holder for each; `merged` puts their offers together.
+A trainer on several processes has one holder per process; `merged_offers` combines their offers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +25,20 @@ class HeldShard:
 
     array: int  # number in the manifest
     box: Box
-    checksum: int  # host_sums.host_sum of it; with `on_devices` checksum.PartSums'
+    checksum: int  # host_sums.host_sum; with `on_devices` checksum.PartSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """One of the trainer's processes, its distinct shards, and the ways to get them."""
+    """One of the trainer's processes, its distinct shards, and the transports for them."""
 
     shards: tuple[HeldShard, ...]
     address: str = ""  # of its piece server, HOST:PORT
     boot_id: str = ""  # of its machine
-    shared: str = ""  # path of the file in shared memory; "": none
+    shared: str = ""  # path of the shared memory file; "": none
     device: str = ""  # address of its jax.experimental.transfer server; "": none
-    folder: str = ""  # where its files of this version are, in remote.folder; "": none
-    on_devices: bool = False  # its checksums were taken on its devices, not in host memory
+    folder: str = ""  # path of this version's file in remote.folder; "": none
+    on_devices: bool = False  # checksums computed on its devices, not in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class Whereabouts:
 
     @property
     def on_devices(self) -> bool:
-        """Whether the checksums are weights.checksum's, of arrays on devices."""
+        """True if the checksums are by weights.checksum, of arrays on devices."""
         return all(holder.on_devices for holder in self.holders)
 
 
 def offer_json(version: int, manifest: Manifest, holders: Sequence[Holder]) -> dict[str, Any]:
-    """Return what some or all holders offer as JSON."""
+    """Return the offer of some or all holders as JSON."""
     return {
         "version": version,
         "arrays": [[name, list(shape), dtype] for name, shape, dtype in manifest.entries],
@@ -66,15 +66,15 @@ def offer_json(version: int, manifest: Manifest, holders: Sequence[Holder]) -> d
 
 
 def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> Whereabouts:
-    """Check that the holders have every array between them, and add their checksums up.
+    """Check that the holders together have every array, and sum up their checksums.
 
     Raises WeightsError if parts are missing, or if two holders' copies of one shard differ.
     """
     shards: dict[tuple[int, Box], int] = {}
     if len({holder.on_devices for holder in holders}) > 1:
         raise WeightsError(
-            f"version {version}: some of the trainer's processes have its checksums from their "
-            "devices, some from host memory. All of them need the same kind of devices."
+            f"version {version}: some of the trainer's processes computed checksums on their "
+            "devices, others in host memory. All of them need the same kind of devices."
         )
     modulus = 2**32 if any(holder.on_devices for holder in holders) else MODULUS
     for holder in holders:
@@ -98,9 +98,9 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
 
 
 def merged_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the offers of the trainer's processes (what Offering.offer returned in each) together.
+    """Merge the offers of the trainer's processes (each returned by Offering.offer).
 
-    Raises WeightsError if they are of different weights.
+    Raises WeightsError if they offer different weights.
     """
     parsed = [read_offer(offer) for offer in offers]
     first = parsed[0]
@@ -113,12 +113,12 @@ def merged_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_whereabouts(offer: Mapping[str, Any]) -> Whereabouts:
-    """Parse an offer of all holders. Raises WeightsError if it is malformed or incomplete."""
+    """Parse the offer of all holders. Raises WeightsError if it is malformed or incomplete."""
     return whereabouts(*read_offer(offer))
 
 
 def read_offer(offer: Mapping[str, Any]) -> tuple[int, Manifest, tuple[Holder, ...]]:
-    """Parse one or several holders' offer. Raises WeightsError if it is malformed."""
+    """Parse the offer of one or more holders. Raises WeightsError if it is malformed."""
     try:
         entries = tuple((str(n), tuple(map(int, s)), str(d)) for n, s, d in offer["arrays"])
         for _, shape, dtype in entries:

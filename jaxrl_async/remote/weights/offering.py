@@ -1,4 +1,4 @@
-"""The trainer's side of the transports: one process's shards, offered in one or several ways."""
+"""The trainer's side of the transports: offers one process's shards through one or more of them."""
 
 import logging
 import threading
@@ -26,24 +26,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferWays:
-    """How this process's shards can be had; None: not so."""
+    """The transports of this process's shards; None: not used."""
 
     server: PieceServer | None = None
     shared: SharedFiles | None = None
     files: FolderFiles | None = None
     publisher: DevicePublisher | None = None
-    may_lack_shared: bool = True  # whether to go on without if shared memory is too small
+    may_lack_shared: bool = True  # continue without shared memory if it is too small
 
 
 class PieceOffering:
-    """A seams.Offering: this process's shards, handed out in pieces.
+    """A protocols.Offering: serves this process's shards in pieces.
 
-    They are copied to host memory first, unless they are offered from device to device: then their
-    checksums are taken on the devices, and a host copy is made only for a sampler that uses TCP.
+    The shards are copied to host memory first. If they are offered from device to device instead,
+    their checksums are computed on the devices, and a host copy is made only for a sampler that
+    uses TCP.
     """
 
     def __init__(self, holdings: Holdings, ways: OfferWays) -> None:
-        """Offer what is put into `holdings`, from which the server of `ways` serves."""
+        """Offer weights through `ways`; their server serves `holdings`."""
         self._holdings, self._ways = holdings, ways
         self._boot_id = machine_boot_id()
         self._lock = threading.Lock()
@@ -51,24 +52,24 @@ class PieceOffering:
 
     @property
     def address(self) -> str:
-        """HOST:PORT from which the pieces can be fetched; "": there is none."""
+        """HOST:PORT from which the pieces can be fetched; "": no server."""
         return self._ways.server.address if self._ways.server else ""
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was sent from here over TCP: bytes, pieces, refused connections, by name."""
+        """Counts of the TCP server by name: bytes, pieces, refused connections."""
         return self._ways.server.counts if self._ways.server else {}
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
-        """Hand out this process's shards; return where they are.
+        """Serve this process's shards; return their locations.
 
-        A trainer over several processes puts their offers together (whereabouts.merged).
+        The offers of a trainer on several processes are merged (locations.merged_offers).
 
         Args:
             version: Of the weights, 0 or higher.
             params: A private copy, on the trainer's devices.
 
-        Raises WeightsError if there is no room for them.
+        Raises WeightsError if there is not enough space.
         """
         with self._lock:
             if self._closed:
@@ -111,7 +112,7 @@ class PieceOffering:
         shards: Sequence[tuple[int, Box, Any]],
     ) -> Holder:
         publisher = self._ways.publisher
-        assert publisher is not None, "asked before"
+        assert publisher is not None, "checked by the caller"
         sums = Sums(params).of_shards()
         if sums is None:
             raise WeightsError("copies of one array differ between the trainer's devices")
@@ -125,7 +126,7 @@ class PieceOffering:
         publisher.add(version, on_devices, checksums, shapes)
 
         def copied() -> Assembly:
-            log.info("version %d is copied to the host: a sampler fetches it over TCP", version)
+            log.info("copying version %d to the host: a sampler fetches it over TCP", version)
             parts, _ = self._host_parts(version, manifest, shards)
             return Assembly.complete(manifest, parts)
 
@@ -139,11 +140,11 @@ class PieceOffering:
         )
 
     def compares(self, params: Params) -> bool:
-        """See seams.Offering."""
+        """See protocols.Offering."""
         return self._ways.publisher is not None or in_host_memory(params)
 
     def withdraw(self, version: int) -> None:
-        """Let go of a version. Idempotent."""
+        """Release a version. Idempotent."""
         with self._lock:
             self._holdings.remove(version)
             if self._ways.shared is not None:
@@ -154,7 +155,7 @@ class PieceOffering:
                 self._ways.publisher.remove(version)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         with self._lock:
             self._closed = True
             for version in self._holdings.versions:
@@ -171,7 +172,7 @@ class PieceOffering:
     def _host_parts(
         self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, Any]]
     ) -> tuple[list[Part], str]:
-        """Return the shards in host memory, and the file in shared memory that has them."""
+        """Return the shards in host memory, and the path of their shared memory file, if any."""
         dtypes = [manifest.entries[array][2] for array, _, _ in shards]
         for _, _, data in shards:
             data.copy_to_host_async()
@@ -191,7 +192,7 @@ class PieceOffering:
         return parts, str(file.path)
 
     def _shared_places(self, version: int, sizes: Sequence[int]) -> Any:
-        """Take a file in shared memory; None: do without, if that may be."""
+        """Take a shared memory file; None: continue without one, if allowed."""
         if self._ways.shared is None:
             return None
         self._ways.shared.withdraw(version)
@@ -200,5 +201,5 @@ class PieceOffering:
         except WeightsError as error:
             if not self._ways.may_lack_shared:
                 raise
-            log.warning("weights go over TCP, not through shared memory: %s", error)
+            log.warning("sending weights over TCP, not through shared memory: %s", error)
             return None

@@ -1,10 +1,12 @@
-"""The trainer's side of weights for other processes: a thread that offers the newest version.
+"""The trainer's side of weight transfer to other processes: a thread that offers the newest
+version.
 
     publish ──private copy──> pending ──Offering.offer──> kept ──Offer──> samplers
     trainer's thread             │ a newer one replaces it     this thread
 
-The trainer never waits: what is published replaces what was not offered yet. transfers.py says who
-is offered what; nothing here knows how the bytes travel.
+The trainer never waits: a newly published version replaces one that was not offered yet.
+transfers.py decides which sampler is offered which version; this module is independent of the
+transport.
 """
 
 import logging
@@ -34,21 +36,21 @@ from jaxrl_async.weights.traffic import Traffic
 log = logging.getLogger(__name__)
 
 MOST_FALLBACKS = 1000
-"""Most that one report of a sampler can add to the count."""
+"""Maximum number of fallbacks counted from one report of a sampler."""
 CLOSE_S = 10.0
-"""Longest wait for the thread at the end, seconds."""
+"""Maximum wait for the thread on close, seconds."""
 
 
 class Recipient(Protocol):
-    """One sampler, as far as the outbox needs it."""
+    """The interface of a sampler for the outbox."""
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """Send it without waiting, and call `sent` once the session has taken it, or never will: a
-        sampler whose queue is full does not delay the others."""
+        """Send an offer without blocking, and call `sent` once the session has accepted it or never
+        will. A sampler with a full queue does not delay the others."""
         ...
 
     def hold(self, version: int) -> None:
-        """Keep the live version from rising past this one until the sampler has joined."""
+        """Keep the live version from advancing past this one until the sampler has joined."""
         ...
 
     def release(self) -> None:
@@ -56,7 +58,7 @@ class Recipient(Protocol):
         ...
 
     def settle(self) -> None:
-        """Report versions that have become live. Called without any lock."""
+        """Report versions that have become live. Called without locks."""
         ...
 
     def give_up(self, reason: str) -> None:
@@ -66,16 +68,16 @@ class Recipient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What the samplers need to fetch a version."""
+    """The data that samplers need to fetch a version."""
 
     where: Encoded
-    where_with_base: Encoded  # for a sampler that has none yet
+    where_with_base: Encoded  # for a sampler without the base
     probe_logprobs: FloatArray | None
 
 
 class WeightOutbox:
-    """Keeps the newest weights where samplers can fetch them, and says so to each: what a
-    weights.channel.WeightChannel knows of them."""
+    """Makes the newest weights available, and offers them to each sampler. A
+    weights.channel.WeightChannel uses it as its RemoteSamplers."""
 
     may_come = True
 
@@ -89,17 +91,17 @@ class WeightOutbox:
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Make an outbox; its thread starts with the first publish.
+        """Create an outbox; its thread starts with the first publish.
 
         Args:
             copy: makes a private copy in the trainer's shardings (conversion.PrivateCopy).
             offering: the transport.
             section: fanout, transfer_timeout_s and wait_s.
-            checksum: send the arrays' checksums, with which samplers compare what is on their
-                devices, too; every transport compares what has come to the host. Not done for
-                arrays that span several processes, nor where those are the same arrays.
+            checksum: send the arrays' checksums, so samplers also compare the arrays on their
+                devices; every transport already compares what arrives on the host. Not done for
+                arrays that span several processes, or if both are the same arrays.
             count: called with the name of each fault (metrics.fault_counts).
-            clock: seconds, monotone.
+            clock: monotonic, seconds.
         """
         self._copy, self._offering, self._section = copy, offering, section
         self._checksum, self._count, self._clock = checksum, count, clock
@@ -107,33 +109,33 @@ class WeightOutbox:
         self._recipients: dict[Taker, Recipient] = {}
         self._changed = threading.Condition()
         self._pending: VersionedParams | None = None  # on the trainer's devices
-        self._base: Params | None = None  # until it is offered
+        self._base: Params | None = None  # until offered
         self._base_where: dict[str, Any] | None = None
         self._kept: dict[int, _Kept] = {}
         self._traffic = Traffic()
         self._manifest: Manifest | None = None
-        self._news = self._closed = False  # whether the thread must look again; must end
-        self._failures, self._retry_s = 0, 0.0  # of offering, in a row; not before
+        self._news = self._closed = False  # the thread must check again; must end
+        self._failures, self._retry_s = 0, 0.0  # consecutive failures of offering; no retry before
         self._error: WeightsError | None = None
         self._thread: threading.Thread | None = None
 
     # ---- the trainer's thread
 
     def begin(self, base: Params) -> None:
-        """Offer what the published adapters change, too, from the first publish on: to each sampler
-        once. Its arrays must stay as they are."""
+        """Also offer the base of the published adapters, from the first publish on, once to each
+        sampler. Its arrays must not change."""
         assert self._thread is None, "before the first publish"
         self._base = base
 
     def publish(self, update: VersionedParams) -> None:
-        """Copy the trainer's weights and return at once; the samplers get the newest copy.
+        """Copy the trainer's weights and return immediately; the samplers get the newest copy.
 
-        Raises WeightsError if earlier ones could not be offered in several tries.
+        Raises WeightsError if earlier weights could not be offered after several attempts.
         """
         if self._error is not None:
             raise self._error
         with self._changed:
-            self._pending = None  # room for this one
+            self._pending = None  # frees memory for this version
         copied = self._copy(update.params)
         if self._manifest is None:
             self._manifest = manifest_of(copied)
@@ -146,15 +148,15 @@ class WeightOutbox:
 
     @property
     def manifest(self) -> Manifest:
-        """What samplers get. Raises WeightsError before the first publish."""
+        """The manifest of the samplers' weights. Raises WeightsError before the first publish."""
         if self._manifest is None:
-            raise WeightsError("no weights were published yet: WeightChannel.begin comes first")
+            raise WeightsError("no weights have been published yet: call WeightChannel.begin first")
         return self._manifest
 
     # ---- any thread
 
     def join(self, name: str, address: str, recipient: Recipient) -> Taker:
-        """Take in a sampler, which is offered the newest version; address: its data address."""
+        """Add a sampler, and offer it the newest version. address: its data address."""
         taker = Taker(name=name, address=address)
         with self._changed:
             self._transfers.join(taker)
@@ -163,7 +165,7 @@ class WeightOutbox:
         return taker
 
     def leave(self, taker: Taker) -> None:
-        """Forget a sampler. Idempotent."""
+        """Remove a sampler. Idempotent."""
         with self._changed:
             self._transfers.leave(taker)
             self._recipients.pop(taker, None)
@@ -180,8 +182,8 @@ class WeightOutbox:
         base_bytes: int = 0,
         fallbacks: int = 0,
     ) -> bool:
-        """Take note that a sampler has a version; return whether it is news. Raises WeightsError
-        if that cannot be."""
+        """Record that a sampler has a version; return True if this is new. Raises WeightsError if
+        it is impossible."""
         with self._changed:
             news = self._transfers.staged(taker, version)
             if news:
@@ -201,18 +203,20 @@ class WeightOutbox:
             return news
 
     def torn(self, taker: Taker, version: int, error: str) -> None:
-        """Take note that a transfer to a sampler has failed; it is offered the newest version."""
+        """Record that a transfer to a sampler has failed; the sampler is offered the newest
+        version."""
         with self._changed:
             if self._transfers.torn(taker, version, self._clock()):
                 self._count("torn_transfers")
-                self._repeat(taker, f"version {version} did not arrive sound: {error}")
+                self._repeat(taker, f"the transfer of version {version} failed: {error}")
             self._look()
 
     def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:
-        """Take note that a sampler draws from a version. Raises WeightsError if that cannot be.
+        """Record that a sampler generates with a version. Raises WeightsError if this is
+        impossible.
 
-        enter: counts the sampler from now on; returns False if the version is too old for that.
-        Then it is offered a newer one, and the live version waits for it.
+        enter: counts the sampler from now on; returns False if its version is too old. It is then
+        offered a newer version, and the live version waits for it.
         """
         with self._changed:
             self._transfers.live(taker, version, enter)
@@ -226,26 +230,26 @@ class WeightOutbox:
             self._traffic = replace(self._traffic, joins=self._traffic.joins + 1)
 
     def traffic(self) -> Traffic:
-        """Return a consistent reading."""
+        """Return a consistent snapshot."""
         return self._traffic
 
     @property
     def patience_s(self) -> float:
-        """After this time a sampler has new weights or was given up, seconds."""
+        """Time after which a sampler has new weights or was given up, seconds."""
         return TRIES * self._section.transfer_timeout_s
 
     @property
     def wait_s(self) -> float:
-        """Longest wait for samplers while there is none, seconds."""
+        """Maximum wait while there are no samplers, seconds."""
         return self._section.wait_s
 
     @property
     def num_bytes(self) -> int:
-        """Size of what one sampler gets. Raises WeightsError before the first publish."""
+        """Bytes sent to one sampler per version. Raises WeightsError before the first publish."""
         return self.manifest.num_bytes
 
     def close(self) -> None:
-        """End the thread and withdraw everything. Idempotent."""
+        """Stop the thread and withdraw everything. Idempotent."""
         with self._changed:
             self._closed, thread = True, self._thread
             self._pending = None
@@ -268,7 +272,7 @@ class WeightOutbox:
             self._step()
 
     def _step(self) -> None:
-        """Do all that is to be done now."""
+        """Handle everything that is due now."""
         with self._changed:
             for taker in self._transfers.expired(self._clock()):
                 self._repeat(taker, f"not done within {self._section.transfer_timeout_s:g} s")
@@ -298,7 +302,7 @@ class WeightOutbox:
             self._send(offer, recipient)
 
     def _next_kept(self) -> tuple[VersionedParams | None, list[int]]:
-        """Take the pending version, if there is room for it, and what must be withdrawn before."""
+        """Take the pending version, if there is room for it, and the versions to withdraw first."""
         update = self._pending
         if update is None or self._clock() < self._retry_s:
             return None, []
@@ -309,7 +313,7 @@ class WeightOutbox:
         return update, before
 
     def _keep(self, update: VersionedParams) -> None:
-        """Make a version available; after a failure it is tried again, unless there is a newer."""
+        """Make a version available; after a failure, retry unless there is a newer version."""
         try:
             kept = self._offered(update)
         except Exception as error:
@@ -322,7 +326,7 @@ class WeightOutbox:
                 if self._failures >= TRIES:
                     self._error = WeightsError(
                         f"version {update.version} could not be offered to the samplers in {TRIES} "
-                        f"tries: {error}. Look at this machine's memory and at remote.transfer."
+                        f"attempts: {error}. Check this machine's memory and remote.transfer."
                     )
                 elif self._pending is None:
                     self._pending = update
@@ -348,7 +352,7 @@ class WeightOutbox:
         )
 
     def _where(self, version: int, params: Params) -> dict[str, Any]:
-        """Offer arrays; return where they are, their layout and their checksums."""
+        """Offer arrays; return their locations, layout and checksums."""
         whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
         needed = self._checksum and whole and not self._offering.compares(params)
         sums = Sums(params) if needed else None
@@ -379,27 +383,27 @@ class WeightOutbox:
         recipient.settle()
 
     def _repeat(self, taker: Taker, why: str) -> None:
-        """Count a failed transfer; give the sampler up after several. Under the lock."""
+        """Count a failed transfer; give up the sampler after several. Needs the lock."""
         self._count("transfer_retries")
         self._traffic = replace(self._traffic, repeats=self._traffic.repeats + 1)
         if taker.failures < TRIES:
-            log.warning("weights for %s once more: %s", taker.name, why)
+            log.warning("retrying the transfer of weights to %s: %s", taker.name, why)
             return
         self._count("transfers_given_up")
         self._transfers.leave(taker)
         recipient = self._recipients.pop(taker, None)
-        reason = f"the weights did not reach {taker.name} in {TRIES} tries, last: {why}"
-        log.error("%s; it is let go, and may join anew", reason)
+        reason = f"the weights did not reach {taker.name} in {TRIES} attempts, last: {why}"
+        log.error("%s; its session ends, and it may join again", reason)
         if recipient is not None:
             recipient.give_up(reason)
 
     def _look(self) -> None:
-        """Wake the thread. Under the lock."""
+        """Wake the thread. Needs the lock."""
         self._news = True
         self._changed.notify_all()
 
     def _next_s(self) -> float | None:
-        """Return when the thread must look by itself; None: when something happens."""
+        """Return the time of the thread's next check; None: only when notified."""
         now_s = self._clock()
         retry_s = self._retry_s if self._pending is not None and self._retry_s > now_s else None
         times = [t for t in (self._transfers.next_s(now_s), retry_s) if t is not None]

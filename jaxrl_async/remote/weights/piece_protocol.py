@@ -1,15 +1,15 @@
-"""What a piece server and its clients say to each other over a socket.
+"""The protocol of a piece server and its clients over a socket.
 
     client                                       server
       │ greeting, 8 bytes ─────────────────────> │   then TLS, and the secret's proof
-      │ request: kind, version, array, box ────> │   several may be under way
+      │ request: kind, version, array, box ────> │   several may be pending
       │ <──────────────── answer: status, size, checksum │ the piece's bytes
-      │ <──────────────── WAIT: it is to come, 10 a second
+      │ <──────────────── WAIT: still to arrive, 10 per second
       │ NAME, NAME, ..., PUBLISH ──────────────> │   pieces for one pull from device to device
       │ <──────────── answer: status, size, number │ 8 bytes each: their checksums on the devices
 
-All numbers are big-endian and of fixed size; no size is taken on trust: the client knows each
-piece's, and a request has at most 16 axes.
+All numbers are big-endian with fixed sizes. No received size is trusted: the client knows the size
+of each piece, and a request has at most 16 axes.
 """
 
 import socket
@@ -24,20 +24,20 @@ from jaxrl_async.weights.boxes import Box
 
 GREETING = b"JXRLPCS1"
 PIECE, PUBLISH, NAME = 1, 2, 3
-"""Kinds of request: a piece's bytes; the publication of all pieces that were named before, without
-an answer to those, for one pull from device to device."""
+"""Kinds of request. PIECE: the bytes of a piece. NAME: names a piece, without an answer. PUBLISH:
+publishes all named pieces for one pull from device to device."""
 MOST_NAMED = 1 << 17
-"""Most pieces that are named for one pull."""
+"""Maximum number of named pieces for one pull."""
 HERE, NOT_HERE, WAIT = 1, 2, 3
 """Kinds of answer."""
 REQUEST, RANGE, ANSWER = struct.Struct("!BqIB"), struct.Struct("!QQ"), struct.Struct("!BQQ")
 SUM = struct.Struct("!Q")
 SLICE_S = 0.2
-"""Longest single wait on a socket; aborts are looked at in between, seconds."""
+"""Maximum single wait on a socket, seconds; aborts are checked in between."""
 
 
 class PeerError(WeightsError):
-    """The other side of a connection broke it, was silent, or said what makes no sense."""
+    """The peer closed the connection, was silent, or sent invalid data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Line:
     """A connection with a limit on silence, which can be stopped. Used by one thread.
 
     Attributes:
-        received_bytes: How many came in `receive`.
+        received_bytes: Number of bytes received by `receive`.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Line:
 
         Args:
             connection: Connected.
-            silence_s: Longest time in which nothing comes, or goes, seconds.
-            stopped: Says why to stop; "": go on.
+            silence_s: Maximum time without a received or sent byte, seconds.
+            stopped: Returns the reason to stop; "": continue.
         """
         self._socket, self._silence_s, self._stopped = connection, silence_s, stopped
         self.received_bytes = 0
@@ -94,7 +94,7 @@ class Line:
                     raise PeerError(f"the connection broke: {error}") from None
 
     def receive(self, into: memoryview) -> None:
-        """Fill this memory, of bytes. Raises PeerError."""
+        """Fill this byte buffer. Raises PeerError."""
         heard = time.monotonic()
         while into:
             try:
@@ -113,13 +113,13 @@ class Line:
                 raise PeerError(reason)
 
     def receive_bytes(self, count: int) -> bytes:
-        """Return so many bytes. Raises PeerError."""
+        """Receive `count` bytes. Raises PeerError."""
         data = bytearray(count)
         self.receive(memoryview(data))
         return bytes(data)
 
     def receive_request(self) -> PieceRequest:
-        """Return the next request. Raises PeerError, also if it makes no sense."""
+        """Return the next request. Raises PeerError, also for an invalid request."""
         kind, version, array, axes = REQUEST.unpack(self.receive_bytes(REQUEST.size))
         if kind not in (PIECE, PUBLISH, NAME) or axes > MOST_AXES:
             raise PeerError(f"no such request: kind {kind}, {axes} axes")
@@ -127,7 +127,7 @@ class Line:
         return PieceRequest(version=version, array=array, box=tuple(ranges), kind=kind)
 
     def receive_answer(self, num_bytes: int) -> tuple[bool, int]:
-        """Wait for the answer about a piece of this size; return whether it is here, and its
+        """Wait for the answer for a piece of this size; return whether the server has it, and its
         checksum. Raises PeerError."""
         while True:
             status, size, checksum = ANSWER.unpack(self.receive_bytes(ANSWER.size))
@@ -142,4 +142,4 @@ class Line:
         if reason := self._stopped():
             raise PeerError(reason)
         if time.monotonic() - heard > self._silence_s:
-            raise PeerError(f"nothing came or went for {self._silence_s:g} s")
+            raise PeerError(f"nothing was received or sent for {self._silence_s:g} s")

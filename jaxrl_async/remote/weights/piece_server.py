@@ -1,4 +1,4 @@
-"""Hand out pieces of weights over TCP: the trainer's, and what a sampler has fetched."""
+"""Serve pieces of weights over TCP: the trainer's, and those that a sampler has fetched."""
 
 import contextlib
 import errno
@@ -39,29 +39,29 @@ from jaxrl_async.weights.boxes import Box, volume
 log = logging.getLogger(__name__)
 
 MOST_STRANGERS = 64
-"""Connections that have not proved the secret yet (remote.wire.strangers says which one goes if
-there are more)."""
+"""Maximum number of connections that have not proved the secret yet (remote.wire.strangers chooses
+which one is dropped)."""
 FIRST_WORD_S = 1.0
-"""Longest time for a connection's greeting, which a client sends at once, seconds."""
+"""Maximum time for a connection's greeting, which a client sends immediately, seconds."""
 LOG_S = 10.0
-"""Refused connections are logged at most once in so many seconds."""
+"""Minimum interval between two log lines about refused connections, seconds."""
 PATIENCE_S = 3.0
-"""Longest wait for a version or a piece that is to come here, seconds; then the client is told to
-look elsewhere."""
+"""Maximum wait for a version or piece that has yet to arrive here, seconds; then the client must
+use another source."""
 PAUSE_S = 0.05
-"""Wait after a connection that could not be accepted (too many open files), seconds."""
+"""Pause after a failed accept (too many open files), seconds."""
 SOCKET_BUFFER = 4 << 20
 MAX_PORT = 65535
 
 
 Publish = Callable[[int, Sequence[tuple[int, Box]]], tuple[int, Sequence[int]] | None]
-"""(version, pieces as (array, box)) -> the pull's number and the pieces' checksums; None: they are
-not here."""
+"""(version, pieces as (array, box)) -> the pull's number and the pieces' checksums, or None if they
+are not here."""
 
 
 class PieceServer:
-    """A thread that accepts connections and one for each of them, which answers its requests in
-    order.
+    """A server with a thread that accepts connections, and one thread per connection that answers
+    its requests in order.
 
     Attributes:
         address: HOST:PORT for clients.
@@ -78,19 +78,19 @@ class PieceServer:
         silence_s: float = 20.0,
         publish: Publish | None = None,
     ) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            holdings: What is handed out; filled and emptied by others meanwhile.
-            listen: HOST:PORT; port 0 takes any free one.
-            ports: How many to try, from that of `listen` on, until one is free.
-            advertise: Host under which clients reach this machine; None: that of `listen`.
-            guard: What a new connection has to pass.
-            silence_s: A client that takes nothing for so long is left, seconds.
+            holdings: The versions to serve; others add and remove versions concurrently.
+            listen: HOST:PORT; port 0 takes a free one.
+            ports: Number of ports to try, starting at the port of `listen`.
+            advertise: Host name of this machine for clients; None: the host of `listen`.
+            guard: Authenticates new connections.
+            silence_s: Time after which a client that receives nothing is dropped, seconds.
             publish: Publishes pieces for a pull from device to device.
 
-        Raises WeightsError if it cannot listen there, ConfigError if other machines reach it and
-        there is no secret.
+        Raises WeightsError if it cannot listen there, ConfigError if other machines can reach it
+        and there is no secret.
         """
         self._holdings, self._guard, self._silence_s = holdings, guard or Guard(), silence_s
         self._publish = publish
@@ -110,12 +110,12 @@ class PieceServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Bytes and pieces sent or being sent, refusals and the like so far, by name."""
+        """Counts so far by name: bytes and pieces sent, refusals and others."""
         with self._lock:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Stop: clients see a broken connection. Idempotent."""
+        """Stop serving; clients see a broken connection. Idempotent."""
         with self._lock:
             self._closed = True
             connections = list(self._open)
@@ -153,7 +153,7 @@ class PieceServer:
         connection = raw
         try:
             with (
-                raw.dup() as handle,  # TLS takes `raw` over
+                raw.dup() as handle,  # TLS takes ownership of `raw`
                 self._strangers.place(peer[0], partial(_break, handle)) as stranger,
             ):
                 connection = self._admit(raw, stranger)
@@ -177,7 +177,7 @@ class PieceServer:
             one.close()
 
     def _admit(self, raw: socket.socket, stranger: Stranger) -> socket.socket:
-        """Hear the greeting within FIRST_WORD_S, and let the guard look within GREETING_S. Raises
+        """Receive the greeting within FIRST_WORD_S, and authenticate within GREETING_S. Raises
         OSError or PeerError."""
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
@@ -187,7 +187,7 @@ class PieceServer:
         stranger.greeted = True
         connection = self._guard.as_server(raw, left_of(began_s + GREETING_S))
         with self._lock:
-            self._open.add(connection)  # `close` breaks it, whatever wraps it
+            self._open.add(connection)  # so `close` breaks it
         return connection
 
     def _refused(self, peer: object, reason: str) -> None:
@@ -242,7 +242,7 @@ class PieceServer:
     def _published(
         self, version: int, pieces: Sequence[tuple[int, Box]], waiting: Callable[[], None]
     ) -> tuple[int, Sequence[int]] | None:
-        """Publish pieces: the devices do it after their current work, or compile it first."""
+        """Publish pieces; the devices first finish their current work, and may compile."""
         publish = self._publish
         if publish is None:
             return None
@@ -250,7 +250,7 @@ class PieceServer:
             return result_of(begin(lambda: publish(version, pieces), "publish"), waiting)
         except PeerError:
             raise
-        except Exception as error:  # arrays that were deleted meanwhile, or no memory
+        except Exception as error:  # arrays deleted in the meantime, or out of memory
             log.warning("version %d cannot be published from devices: %s", version, error)
             return None
 
@@ -260,13 +260,13 @@ class PieceServer:
 
 
 def _break(connection: socket.socket) -> None:
-    """End a connection that another thread waits on, at once."""
+    """Break a connection immediately, even if another thread waits on it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _listening(wanted: Address, ports: int) -> socket.socket:
-    """Return a socket that listens at the first free port. Raises WeightsError."""
+    """Return a socket that listens on the first free port. Raises WeightsError."""
     family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     last = min(wanted.port + ports - 1, MAX_PORT)
     for port in range(wanted.port, last + 1):
@@ -277,11 +277,11 @@ def _listening(wanted: Address, ports: int) -> socket.socket:
                 continue
             where = str(wanted) if last == wanted.port else f"{wanted} to {last}"
             raise WeightsError(
-                f"cannot hand out weights at {where}: {error}. Set remote.listen to an address of "
+                f"cannot serve weights at {where}: {error}. Set remote.listen to an address of "
                 "this machine, and remote.data_port (of a sampler: --data-port) to a free port "
                 "there, or to 0, which takes any."
             ) from None
         if port != wanted.port:
-            log.info("port %d is taken here: weights are passed on at %d", wanted.port, port)
+            log.info("port %d is in use: relaying weights at port %d", wanted.port, port)
         return made
     raise AssertionError("at least one port is tried")

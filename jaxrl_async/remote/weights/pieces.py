@@ -1,9 +1,9 @@
-"""Who fetches which pieces of which arrays: pure, from the source's shards and the target's.
+"""Plans the pieces to fetch, from the shards of source and target. Pure.
 
     trainer, fsdp 2:   rows 0-3 │ rows 4-7          sampler, tensor 2:   columns 0-3, columns 4-7
     pieces of its first shard:  rows 0-3 columns 0-3,  rows 4-7 columns 0-3
 
-Every element that a process needs is in one piece, whatever the number of its devices that hold it.
+Every element that a process needs is in exactly one piece, however many of its devices hold it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,8 @@ from jaxrl_async.weights.boxes import Box, cut, intersection, volume
 from jaxrl_async.weights.manifest import Manifest
 
 PIECE_BYTES = 4 << 20
-"""Most bytes of a piece: it is checked, resumed and passed on as one; it fits a CPU's cache."""
+"""Maximum size of a piece, bytes. A piece is checked, resumed and relayed as a unit, and fits into
+a CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class WeightPiece:
     array: int  # number in the manifest
     box: Box  # within the whole array
     num_bytes: int
-    holder: int  # which of the trainer's processes has it
+    holder: int  # index of the trainer process that has it
 
 
 def plan_pieces(
@@ -35,14 +36,15 @@ def plan_pieces(
     targets: Iterable[tuple[int, Box]],
     piece_bytes: int = PIECE_BYTES,
 ) -> tuple[WeightPiece, ...]:
-    """Return the pieces of these targets, in the order of the arrays.
+    """Return the pieces of these targets, in array order.
 
     Args:
         manifest: Of all arrays.
-        holders: Who has which shards; of a shard that several have, the one with the least to
-            send sends it.
-        targets: (array, box) of what this process needs; boxes of one array do not overlap.
-        piece_bytes: Most bytes of a piece (but at least one element).
+        holders: The shards of each trainer process. A shard on several holders is sent by the one
+            with the least to send.
+        targets: (array, box) of all shards that this process needs; boxes of one array do not
+            overlap.
+        piece_bytes: Maximum bytes of a piece (but at least one element).
     """
     owners: list[dict[Box, list[int]]] = [{} for _ in manifest.entries]
     for number, holder in enumerate(holders):

@@ -1,4 +1,4 @@
-"""Work on another thread, while the side that waits for it is kept informed."""
+"""Runs work on another thread while the waiting side gets signs of life."""
 
 import threading
 from collections.abc import Callable
@@ -8,17 +8,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.1
-"""Longest wait before the other side gets a sign of life, or a condition is checked, seconds."""
+"""Maximum time between two signs of life to the other side, or two checks of a condition,
+seconds."""
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Start work on a daemon thread of this name; return its result to come."""
+    """Start work on a daemon thread with this name; return a future of its result."""
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised by result()
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

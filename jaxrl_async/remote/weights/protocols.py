@@ -1,4 +1,5 @@
-"""The seam between what weights travel over and who sends which version to whom.
+"""The interfaces between weight transports and the logic that decides which version goes to which
+sampler.
 
     trainer: Offering.offer ──where──> Offer ──session──> Fetching.fetch :sampler
                 ^                                             │
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from jaxrl_async.model.spec import Params
 
 BASE = -1
-"""In a version's place: the frozen weights that adapters change, which do not change themselves."""
+"""Pseudo-version of the frozen base weights of adapters, which do not change."""
 
 
 class Offering(Protocol):
@@ -22,37 +23,37 @@ class Offering(Protocol):
 
     @property
     def address(self) -> str:
-        """HOST:PORT from which the pieces can be fetched; "": there is none (folder)."""
+        """HOST:PORT from which the pieces can be fetched; "": none (folder)."""
         ...
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
-        """Make weights available until they are withdrawn; return what a Fetching needs, as JSON.
+        """Make weights available until they are withdrawn; return the JSON that a Fetching needs.
 
-        params: a private copy, on the trainer's devices, of which this process holds its part.
-        Waits for the arrays. Called on one thread, never the trainer's.
+        params: a private copy on the trainer's devices; this process holds its part. Waits for the
+        arrays. Called on one thread, never on the trainer's.
         """
         ...
 
     def compares(self, params: Params) -> bool:
-        """Return whether every sampler compares what it gets with these very arrays: they lie where
-        the transport takes its checksums, in host memory or on the devices."""
+        """Return True if every sampler compares its copy with these exact arrays, because they are
+        where the transport computes its checksums: in host memory or on the devices."""
         ...
 
     def withdraw(self, version: int) -> None:
-        """Let go of a version: nobody fetches it any more. Idempotent."""
+        """Release a version that is no longer fetched. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         ...
 
 
 class Fetching(Protocol):
-    """The sampler's side of a transport; it passes on what it has fetched, too."""
+    """The sampler's side of a transport; it also relays what it has fetched."""
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which it passes weights on; "": it does not."""
+        """HOST:PORT at which it relays weights; "": it does not."""
         ...
 
     def fetch(
@@ -63,9 +64,9 @@ class Fetching(Protocol):
 
         Args:
             version: of the weights, or BASE.
-            where: what `Offering.offer` returned.
-            sources: addresses to fetch from, the best first; a source that fails is left for the
-                next, and pieces that have come are kept.
+            where: returned by `Offering.offer`.
+            sources: addresses to fetch from, best first. If a source fails, the next is used, and
+                pieces that have arrived are kept.
             abort: set when a newer version is offered.
 
         Raises WeightsError if no source has them, if a checksum differs or if it was aborted.
@@ -73,17 +74,17 @@ class Fetching(Protocol):
         ...
 
     def for_base(self, target: Params) -> "Fetching":
-        """Return what fetches the frozen base (arrays as ShapeDtypeStructs with shardings), which
-        is passed on beside the versions until either is closed."""
+        """Return a Fetching for the frozen base (arrays as ShapeDtypeStructs with shardings). The
+        base is relayed alongside the versions until either is closed."""
         ...
 
     def close(self) -> None:
-        """Stop passing on, and let go of everything. Idempotent."""
+        """Stop relaying, and release everything. Idempotent."""
         ...
 
 
 class Fetched(Protocol):
-    """Weights that have come."""
+    """Fetched weights."""
 
     @property
     def params(self) -> Params:
@@ -92,21 +93,21 @@ class Fetched(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were fetched."""
+        """Number of fetched bytes."""
         ...
 
     @property
     def source(self) -> str:
-        """Where most of them came from."""
+        """Source of most of the bytes."""
         ...
 
     @property
     def compared(self) -> bool:
-        """Whether the checksums of these very arrays were compared: nothing was copied to a device
-        after that."""
+        """True if the checksums of these exact arrays were compared, with no copy to a device after
+        that."""
         ...
 
     @property
     def fallbacks(self) -> int:
-        """How often one way of the transport failed, and TCP took its place."""
+        """Number of times that a faster transport failed and TCP was used instead."""
         ...

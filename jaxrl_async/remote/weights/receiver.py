@@ -1,11 +1,12 @@
-"""The sampler's side of weights from another process: a thread that fetches what is offered.
+"""The sampler's side of weight transfer from another process: a thread that fetches offered
+versions.
 
     Offer ──> fetching ──checksums──> staged ──first, poll──> taken ──live──> fetches again
-                 │ torn, or a newer offer                       (the sampler swaps to it)
+                 │ corrupted, or a newer offer                  (the sampler swaps to it)
                  └──> waits for the next offer
 
-Beside the weights that the sampler draws from there is at most one other set: the next is fetched
-only when the last is live.
+Besides the sampler's live weights there is at most one other set: the next version is fetched only
+when the last one is live.
 """
 
 import logging
@@ -29,22 +30,23 @@ from jaxrl_async.weights.checksum import Checksum
 log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Longest wait for the thread at the end, seconds."""
+"""Maximum wait for the thread on close, seconds."""
 ERROR_CHARACTERS = 2000
-"""Longest description of a failed transfer that is sent."""
+"""Maximum length of the sent description of a failed transfer, characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """An offer, and what ends its transfer."""
+    """An offer, and the event that aborts its transfer."""
 
     offer: Offer
-    at_s: float  # when it came
+    at_s: float  # time of arrival
     abort: threading.Event
 
 
 class WeightReceiver:
-    """Fetches weights beside the sampler. Any thread; RemoteSource is its face to the sampler."""
+    """Fetches weights concurrently with the sampler. Thread-safe; the sampler uses it through
+    RemoteSource."""
 
     def __init__(
         self,
@@ -56,31 +58,31 @@ class WeightReceiver:
         clock: Clock = time.monotonic,
         base: BaseBringer | None = None,
     ) -> None:
-        """Begin to fetch what the trainer offers on this session.
+        """Start fetching the versions that the trainer offers on this session.
 
         Args:
             session: with the trainer.
-            fetching: the transport; close() closes it, too.
+            fetching: the transport; close() also closes it.
             layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
-            checksums: of whole arrays; on several hosts it adds up what each host has.
-            clock: seconds, monotone.
-            base: what the offered adapters change; None: all weights are offered.
+            checksums: of whole arrays; on several hosts, sums up the hosts' parts.
+            clock: monotonic, seconds.
+            base: loads the base of the offered adapters; None: full weights are offered.
         """
         self._session, self._base, self._clock = session, base, clock
         self._fetching = SoundFetching(
             fetching=fetching, layout_hash=layout_hash, checksums=checksums
         )
-        self.changed = threading.Condition()  # guards all below
+        self.changed = threading.Condition()  # guards everything below
         self.staged: VersionedParams | None = None
-        self.taken: VersionedParams | None = None  # given to the sampler, but not live yet
+        self.taken: VersionedParams | None = None  # given to the sampler, not live yet
         self.live_version: int | None = None
-        self.holder = 0  # number of the source that the sampler has; older ones are ignored
+        self.holder = 0  # number of the sampler's current source; older ones are ignored
         self.wake = threading.Event()  # a placeholder before `attach`
-        self._order: _Order | None = None  # newest, not begun yet
+        self._order: _Order | None = None  # newest, not started yet
         self._running: _Order | None = None
         self._unsent: deque[Staged | Torn | Live] = deque()
         self._closed = False
-        self._lost: str | None = None  # why the session has ended
+        self._lost: str | None = None  # reason of the session's end
         self._thread = threading.Thread(target=self._run, name="fetch weights", daemon=True)
         self._thread.start()
         session.on(Offer, self._on_offer)
@@ -89,7 +91,8 @@ class WeightReceiver:
     # ---- the sampler
 
     def first(self, timeout_s: float) -> VersionedParams:
-        """Wait for the weights to build the sampler with; report them live when it is built.
+        """Wait for the initial weights of the sampler; the caller reports them live when it is
+        built.
 
         Raises WeightsError after the timeout, Disconnected if the session has ended.
         """
@@ -99,15 +102,15 @@ class WeightReceiver:
                 return update
             if self.over:
                 reason = self._lost or "closed here"
-                raise Disconnected(f"no weights came before the session has ended: {reason}")
+                raise Disconnected(f"no weights arrived before the session ended: {reason}")
         raise WeightsError(
-            f"no weights came within {timeout_s:.0f} s. Look at the trainer's log for what it "
-            "offered, and at the network between the two machines."
+            f"no weights arrived within {timeout_s:.0f} s. Check the trainer's log for its offers, "
+            "and the network between the two machines."
         )
 
     def take(self) -> VersionedParams | None:
-        """Give the staged weights to the sampler, with the frozen base beside an adapter until
-        `begun`; None if there are none."""
+        """Return the staged weights for the sampler, an adapter together with its frozen base until
+        `begun`; None if no weights are staged."""
         with self.changed:
             if self.staged is None:
                 return None
@@ -118,19 +121,19 @@ class WeightReceiver:
             return replace(update, params=self._base.whole(update.params))
 
     def begun(self) -> None:
-        """Let go of the frozen base: the sampler's engine has it. Idempotent."""
+        """Release the frozen base: the sampler's engine has it. Idempotent."""
         if self._base is not None:
             self._base.release()
 
     def live(self, version: int) -> None:
-        """Report that the sampler draws from a version; never blocks."""
+        """Report that the sampler generates with a version; never blocks."""
         with self.changed:
             self.live_version, self.taken = version, None
             self._unsent.append(Live(version=version))
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Abort what is under way and end the thread. Idempotent."""
+        """Abort the current transfer and stop the thread. Idempotent."""
         with self.changed:
             self._closed = True
             self._abort()
@@ -143,14 +146,14 @@ class WeightReceiver:
 
     @property
     def over(self) -> bool:
-        """Whether no more weights will come."""
+        """True if no more weights will arrive."""
         return self._closed or self._lost is not None
 
     # ---- the session's thread
 
     def _on_offer(self, offer: Offer) -> None:
         if isinstance(offer.version, bool) or not isinstance(offer.version, int):
-            raise WeightsError(f"{offer.version!r} is no version")
+            raise WeightsError(f"{offer.version!r} is not a version")
         with self.changed:
             self._order = _Order(offer=offer, at_s=self._clock(), abort=threading.Event())
             self._abort()
@@ -195,22 +198,22 @@ class WeightReceiver:
         return self._has(self._order.offer.version) or (self.staged or self.taken) is None
 
     def _has(self, version: int) -> bool:
-        """Whether this version, or a newer one, is here already."""
+        """Return True if this version, or a newer one, is already here."""
         held = [u.version for u in (self.staged, self.taken) if u is not None]
         return version <= max((*held, -1 if self.live_version is None else self.live_version))
 
     def _serve(self, order: _Order) -> None:
-        """Fetch what is offered, and say how that went."""
+        """Fetch an offered version, and report the result."""
         version = order.offer.version
         answer: Staged | Torn
-        if self._has(version):  # it was offered anew before the answer had arrived
+        if self._has(version):  # re-offered before the answer arrived
             answer = Staged(version=version, num_bytes=0, seconds=0.0, source="")
         else:
             try:
                 answer = self._fetch(order)
             except Exception as error:
                 if not order.abort.is_set():
-                    log.warning("version %d of the weights did not arrive: %s", version, error)
+                    log.warning("fetching version %d of the weights failed: %s", version, error)
                 answer = Torn(version=version, error=str(error)[:ERROR_CHARACTERS])
         with self.changed:
             self._running = None
@@ -220,7 +223,7 @@ class WeightReceiver:
             self.wake.set()
 
     def _fetch(self, order: _Order) -> Staged:
-        """Fetch a version and stage it, if it is sound. Raises whatever goes wrong."""
+        """Fetch a version, verify and stage it. Raises any error of the transfer."""
         offer = order.offer
         base_bytes = 0
         if self._base is not None:

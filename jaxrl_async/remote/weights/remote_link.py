@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class RemoteEnd:
-    """One joined sampler: it takes weights at its own pace, and counts for the live version from
-    the moment it enters until it leaves or its session has ended."""
+    """One joined sampler. It takes weights at its own pace, and counts for the live version from
+    the moment it enters until it leaves or its session ends."""
 
     def __init__(
         self, session: Session, hello: Hello, exchange: Exchange, outbox: WeightOutbox
@@ -36,7 +36,7 @@ class RemoteEnd:
 
     @property
     def entered(self) -> bool:
-        """Whether its version counts: requests may be sent to it."""
+        """True if its version counts, so it may get requests."""
         return self._entered and not self._left
 
     @property
@@ -45,8 +45,8 @@ class RemoteEnd:
         return self._standing.live_version
 
     def on_entered(self, callback: Callable[[], None]) -> None:
-        """Call a function once, when the sampler has entered, or now if it has: on the session's
-        thread. Not called if it leaves before."""
+        """Call a function once when the sampler has entered, on the session's thread, or now if it
+        already has. It is not called if the sampler leaves before."""
         with self._exchange.changed:
             if not self._entered:
                 self._callbacks.append(callback)
@@ -55,8 +55,8 @@ class RemoteEnd:
             callback()
 
     def leave(self) -> None:
-        """Wait for this sampler no more: the live version is the lowest of the others. Send it no
-        request after this. Any thread; idempotent; the end of the session does it, too."""
+        """Stop waiting for this sampler: the live version becomes the lowest of the others. Send it
+        no requests after this. Thread-safe and idempotent; the session's end also calls it."""
         self._outbox.leave(self._taker)
         with self._exchange.changed:
             if self._left:
@@ -77,12 +77,12 @@ class RemoteEnd:
 
         if self._sent(offer, self._session.send_now):
             sent()
-        else:  # there is no room: a separate thread waits for it
+        else:  # the queue is full: wait on a separate thread
             name = f"offer to {self.name}"
             threading.Thread(target=wait, name=name, daemon=True).start()
 
     def _sent(self, offer: Offer, send: Callable[[Offer], bool | None]) -> bool:
-        """Send an offer; return False if there was no room for it."""
+        """Send an offer; return False if the queue is full."""
         try:
             return send(offer) is not False
         except Disconnected as error:
@@ -111,11 +111,11 @@ class RemoteEnd:
         self._exchange.tell()
 
     def give_up(self, reason: str) -> None:
-        """See outbox.Recipient. The session's end makes it leave."""
+        """See outbox.Recipient. The sampler leaves when its session has ended."""
         name = f"end of {self.name}"
         threading.Thread(target=self._session.end, args=(reason,), name=name, daemon=True).start()
 
-    # ---- what the sampler says, on the session's thread
+    # ---- the sampler's reports, on the session's thread
 
     def _on_staged(self, message: Staged) -> None:
         version = _checked(message.version)
@@ -152,7 +152,7 @@ class RemoteEnd:
             callback()
 
     def _enter(self, version: int) -> bool:
-        """Count from now on, with this version; False: it is too old."""
+        """Start to count with this version; return False if it is too old."""
         with self._exchange.changed:
             if self._left:
                 return True
@@ -165,7 +165,7 @@ class RemoteEnd:
 
 
 def _checked(version: int) -> int:
-    """Return a version that came over the wire. Raises WeightsError if it is none."""
+    """Return a received version. Raises WeightsError if it is invalid."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise WeightsError(f"{version!r} is no version")
+        raise WeightsError(f"{version!r} is not a version")
     return version

@@ -1,12 +1,12 @@
-"""Weights in shared memory, for samplers on the trainer's machine.
+"""Transfer weights through shared memory, for samplers on the trainer's machine.
 
-    page 0: the number of the version that is in the file, 0 while it is written
+    page 0: the number of the version in the file, 0 while it is written
     then every shard of this process, each on a page boundary
 
-The files are used again from version to version, so that the kernel need not find new pages; a
-version that is being copied while its file is written again is noticed by its number, and by the
-checksums. The files belong to the process that holds their lock; what a killed one has left is
-deleted when the next one starts.
+The files are reused from version to version, so the kernel need not allocate new pages. If a file
+is rewritten while its version is being copied, the version number and the checksums reveal it. A
+file belongs to the process that holds its lock; files of a killed process are deleted when the next
+one starts.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ FOLDER = Path("/dev/shm")
 PREFIX = "jaxrl-weights-"
 PAGE = mmap.PAGESIZE
 COPIERS = 2
-"""Threads that copy."""
+"""Number of copying threads."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_boot_id() -> str:
-    """Return what only processes on this machine, since it was started, have in common; "": this
-    system does not say."""
+    """Return an id shared only by processes on this machine since its last boot; "": not available
+    on this system."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -54,13 +54,13 @@ def machine_boot_id() -> str:
 
 
 def number_of(version: int) -> int:
-    """Return what a file's first page says of a version, above 0 also of the frozen base."""
+    """Return the number of a version for a file's first page; above 0 also for the frozen base."""
     return version + 1 - BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
-    """One file, mapped."""
+    """One mapped file."""
 
     path: Path
     memory: mmap.mmap
@@ -68,18 +68,18 @@ class SharedFile:
 
     @property
     def number(self) -> int:
-        """number_of the version that is in it; 0: none, or it is being written."""
+        """number_of the version in the file; 0: none, or it is being written."""
         return int.from_bytes(self.memory[:8], "little")
 
     def array(self, offset: int, box: Box, dtype: str) -> NDArray[Any]:
-        """Return a shard in it."""
+        """Return a shard in the file."""
         shape = [stop - start for start, stop in box]
         data = np.frombuffer(self.memory, raw_dtype(dtype), volume(box), offset)
         return data.reshape(shape)
 
 
 def shard_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where shards of these sizes, bytes, are in a file, and the file's size."""
+    """Return the offsets of shards of these sizes in a file, and the file's size, all in bytes."""
     offsets, end = [], PAGE
     for size in sizes:
         offsets.append(end)
@@ -88,10 +88,10 @@ def shard_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SharedFiles:
-    """The trainer's side: files that are written, offered, and free again when withdrawn."""
+    """The trainer's side: files are written and offered, and can be reused when withdrawn."""
 
     def __init__(self, run: str, folder: Path = FOLDER) -> None:
-        """Delete what killed processes have left. Raises WeightsError if there is no /dev/shm."""
+        """Delete the files of killed processes. Raises WeightsError if there is no /dev/shm."""
         if not folder.is_dir():
             raise WeightsError(f"there is no {folder} on this machine: set remote.transfer=tcp")
         self._folder = folder
@@ -105,7 +105,7 @@ class SharedFiles:
     def write(self, version: int, sizes: Sequence[int]) -> tuple[SharedFile, list[int]]:
         """Take a file for shards of these sizes, bytes; return it and their offsets.
 
-        Its version is 0 until `publish`. Raises WeightsError if there is not enough room.
+        Its version is 0 until `publish`. Raises WeightsError if there is not enough space.
         """
         offsets, size = shard_offsets(sizes)
         fitting = [file for file in self._free if len(file.memory) == size]
@@ -119,11 +119,11 @@ class SharedFiles:
         return file, offsets
 
     def publish(self, version: int) -> None:
-        """Say that everything is in the file."""
+        """Mark the file as complete."""
         self._used[version].memory[:8] = number_of(version).to_bytes(8, "little")
 
     def withdraw(self, version: int) -> None:
-        """Let the file of a version be written again. Idempotent."""
+        """Free the file of a version for reuse. Idempotent."""
         file = self._used.pop(version, None)
         if file is not None:
             file.memory[:8] = bytes(8)
@@ -141,7 +141,7 @@ class SharedFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not path.exists():  # another process took it for left over before it was locked
+            if not path.exists():  # another process deleted it before it was locked
                 os.close(descriptor)
                 return self._create(size)
             os.posix_fallocate(descriptor, 0, size)
@@ -151,7 +151,7 @@ class SharedFiles:
             path.unlink(missing_ok=True)
             status = os.statvfs(self._folder)
             raise WeightsError(
-                f"{self._folder} has {status.f_bavail * status.f_frsize / 2**20:.0f} MiB left, and "
+                f"{self._folder} has {status.f_bavail * status.f_frsize / 2**20:.0f} MiB left, but "
                 f"one set of weights takes {size / 2**20:.0f} MiB ({error}). Make it larger (in a "
                 "container: --shm-size, or a volume of medium Memory) or set remote.transfer=tcp."
             ) from None
@@ -164,7 +164,7 @@ class SharedFiles:
 
 
 def delete_left_over(folder: Path = FOLDER) -> list[Path]:
-    """Delete the files whose process has died (nobody holds their lock); return which."""
+    """Delete the files of dead processes (their locks are free); return their paths."""
     deleted = []
     for path in sorted(folder.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, or just deleted
@@ -176,12 +176,12 @@ def delete_left_over(folder: Path = FOLDER) -> list[Path]:
             finally:
                 os.close(descriptor)
     if deleted:
-        log.warning("deleted %d files that a killed process has left in %s", len(deleted), folder)
+        log.warning("deleted %d files of killed processes in %s", len(deleted), folder)
     return deleted
 
 
 class SharedReader:
-    """The sampler's side: copies pieces out of the trainer's files. Used by one thread."""
+    """The sampler's side: copies pieces from the trainer's files. Used by one thread."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, SharedFile] = {}
@@ -198,14 +198,14 @@ class SharedReader:
         """Copy pieces into the assembly; return their bytes.
 
         Args:
-            assembly: Where they go.
+            assembly: Destination of the pieces.
             version: Of the weights.
             manifest: Of all arrays.
-            holder: The process of the trainer that has them, and its file.
-            pieces: All in shards of this holder.
-            stopped: Says why to stop; "": go on.
+            holder: The trainer process that has them, and its file.
+            pieces: All from shards of this holder.
+            stopped: Returns the reason to stop; "": continue.
 
-        Raises WeightsError if the file is not there, or no longer has this version.
+        Raises WeightsError if the file is missing, or no longer has this version.
         """
         sources = self._sources(manifest, holder)
         file = self._mapped[holder.shared]
@@ -232,13 +232,13 @@ class SharedReader:
             for one in [pool.submit(work) for _ in range(COPIERS)]:
                 one.result()
         if file.number != number_of(version):
-            raise WeightsError(f"{holder.shared}: version {version} was withdrawn meanwhile")
+            raise WeightsError(f"{holder.shared}: version {version} was withdrawn in the meantime")
         for piece, checksum in copied:
             assembly.arrived(piece, checksum)
         return sum(piece.num_bytes for piece, _ in copied)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Release all files."""
         self._mapped = {}
 
     def _sources(
@@ -260,7 +260,7 @@ class SharedReader:
     def _file(self, path: str, size: int) -> SharedFile:
         """Map a file, or return its mapping. Raises WeightsError."""
         if Path(path).parent != FOLDER or not Path(path).name.startswith(PREFIX):
-            raise WeightsError(f"{path} is no file of weights in {FOLDER}")
+            raise WeightsError(f"{path} is not a weights file in {FOLDER}")
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a sampler in a process of its own gets its weights from."""
+"""The source of weights of a sampler in a separate process."""
 
 import threading
 
@@ -8,34 +8,34 @@ from jaxrl_async.types import VersionedParams
 
 
 class RemoteSource:
-    """A ports.WeightSource over a receiver, which fetches on a thread of its own."""
+    """A ports.WeightSource on a receiver, which fetches on a separate thread."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
-        """Be the source of the sampler that this receiver fetches for."""
+        """Create the source of the sampler that this receiver fetches for."""
         self._receiver, self._number = receiver, receiver.holder
 
     @property
     def holds(self) -> bool:
-        """Whether it is still the sampler's; False once the sampler has left."""
+        """True if it is still the sampler's source; False once the sampler has left."""
         return self._number == self._receiver.holder
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """Take the staged weights, complete and sound; None if there are none.
+        """Take the staged weights, complete and verified; None if no weights are staged.
 
-        Never blocks, whatever `wait` says: a transfer through a network may take minutes, and the
-        event of `attach` wakes an idle sampler at its end.
+        Never blocks, regardless of `wait`: a network transfer may take minutes, and the event of
+        `attach` wakes an idle sampler when it ends.
         """
         with self._receiver.changed:
             return self._receiver.take() if self.holds else None
 
     def live(self, version: int) -> None:
-        """Report that every new token of this sampler comes from this version."""
+        """Report that this sampler generates every new token with this version."""
         with self._receiver.changed:
             if self.holds:
                 self._receiver.live(version)
 
     def attach(self, wake: threading.Event) -> None:
-        """Set this event when weights are staged, and now if some are."""
+        """Set this event when weights are staged, and now if they already are."""
         with self._receiver.changed:
             if not self.holds:
                 return
@@ -44,8 +44,8 @@ class RemoteSource:
                 wake.set()
 
     def leave(self) -> None:
-        """Take nothing more; what was taken and is not live is there for the successor.
-        Idempotent; any thread."""
+        """Stop taking weights; weights that were taken but are not live go to the successor.
+        Idempotent and thread-safe."""
         receiver = self._receiver
         with receiver.changed:
             if self.holds:
@@ -57,7 +57,7 @@ class RemoteSource:
         Closed."""
         receiver = self._receiver
         with receiver.changed:
-            assert receiver.holder == self._number + 1, "it left, and nobody came since"
+            assert receiver.holder == self._number + 1, "it left, and no successor has rejoined"
             if receiver.over:
                 raise Closed("the session with the trainer has ended")
             receiver.wake = threading.Event()

@@ -1,8 +1,8 @@
 """Pull pieces of weights from piece servers, over several connections, into an assembly.
 
-One checksum goes with each piece: a flipped bit that TCP's 16 bits have missed, or that a proxy has
-made, costs one piece, and no sampler passes it on. Adding the pieces' checksums up gives the whole
-array's, which is the trainer's own (host_sums).
+Each piece is sent with a checksum. If TCP's 16-bit checksum misses a flipped bit, or a proxy
+corrupts data, only one piece is lost, and no sampler relays it. The pieces' checksums add up to the
+checksum of the whole array, which must equal the trainer's (host_sums).
 """
 
 import logging
@@ -32,30 +32,31 @@ from jaxrl_async.remote.wire.address import parse_address
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""Longest wait for a connection, seconds."""
+"""Maximum wait for a connection, seconds."""
 REQUESTS_AHEAD = 8
-"""Requests that a connection has under way, so that a piece's bytes follow those before."""
+"""Number of pending requests per connection, so the bytes of consecutive pieces follow without
+gaps."""
 STREAMS = 2
-"""Connections to one source: one may be receiving while the other's piece is checked."""
+"""Number of connections to one source: one can receive while the other's piece is checked."""
 SOCKET_BUFFER = 4 << 20
 
 
 @dataclass(slots=True)
 class Pulled:
-    """What came from one source. Changed by its streams, under `lock`."""
+    """The result of pulling from one source. Changed by its streams, under `lock`."""
 
     num_bytes: int = 0
-    not_here: list[WeightPiece] = field(default_factory=list)  # the source said that it lacks them
+    not_here: list[WeightPiece] = field(default_factory=list)  # the source lacks them
     errors: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullSettings:
-    """How a client speaks with its sources."""
+    """Settings of a client's connections to its sources."""
 
     guard: Guard = field(default_factory=Guard)
-    silence_s: float = 20.0  # longest time in which a source sends nothing, seconds
+    silence_s: float = 20.0  # maximum time without data from a source, seconds
     streams: int = STREAMS
 
 
@@ -66,16 +67,16 @@ def pull(
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> list[Pulled]:
-    """Pull pieces from several servers at once; return what came from each, when all have ended.
+    """Pull pieces from several servers concurrently; return the result of each when all have ended.
 
-    Never raises for a server's fault: pieces that did not come are still missing in the assembly.
+    Never raises for a server's failure: pieces that did not arrive remain missing in the assembly.
 
     Args:
-        assembly: Where the pieces go.
+        assembly: Destination of the pieces.
         version: Of the weights.
         wanted: (HOST:PORT, its pieces).
         settings: The guard, the limit on silence, the number of connections.
-        stopped: Says why to stop; "": go on.
+        stopped: Returns the reason to stop; "": continue.
     """
     results, threads = [], []
     for address, pieces in wanted:
@@ -146,7 +147,7 @@ def _pull_over(
         line.receive(into.data)
         data = into.view(view.dtype).reshape(view.shape)
         if assembly.checksum(piece, data) != checksum:
-            raise PeerError("a piece arrived torn: its checksum differs")
+            raise PeerError("a piece arrived corrupted: its checksum differs")
         if not view.flags.c_contiguous:
             np.copyto(view, data)
         assembly.arrived(piece, checksum)
@@ -205,7 +206,8 @@ def _connect(address: str, guard: Guard) -> socket.socket:
 
 
 class SourceList:
-    """Addresses to fetch from, best first: one at a time, again as long as pieces come from it.
+    """Addresses to fetch from, best first. One is used at a time, and reused as long as pieces
+    arrive from it.
 
     members, best first ──> trainer's processes, each for the pieces that it holds ──> none: failed
     """
@@ -214,7 +216,8 @@ class SourceList:
         """Put the trainer last.
 
         Args:
-            sources: What the offer names; addresses of the trainer among them count as all of it.
+            sources: Addresses from the offer; addresses of the trainer are replaced by all its
+                holders.
             holders: Addresses of the trainer's processes.
         """
         members = [s for s in dict.fromkeys(sources) if s and s not in holders]
@@ -223,11 +226,11 @@ class SourceList:
 
     @property
     def empty(self) -> bool:
-        """Whether no source is left."""
+        """True if no source is left."""
         return not self._left
 
     def ask(self, pieces: Sequence[WeightPiece]) -> list[tuple[str, list[WeightPiece]]]:
-        """Return which pieces to ask for at which addresses."""
+        """Return the pieces to request from each address."""
         source = self._left[0]
         if source is not None:
             return [(source, list(pieces))]
@@ -237,7 +240,7 @@ class SourceList:
         return [(address, asked) for address, asked in by_holder.items() if address]
 
     def leave(self) -> None:
-        """Go on to the next source."""
+        """Switch to the next source."""
         self._left.pop(0)
 
 
@@ -249,10 +252,10 @@ def pull_all(
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> Counter[str]:
-    """Pull the missing ones of these pieces from one source after the other; return the bytes that
-    came from each address.
+    """Pull the missing pieces from one source after the other; return the bytes received from each
+    address.
 
-    A source whose connection breaks is tried again as long as new pieces come from it.
+    A source whose connection breaks is retried as long as new pieces arrive from it.
 
     Raises WeightsError if pieces are missing when no source is left, or if stopped.
     """
@@ -262,8 +265,8 @@ def pull_all(
             raise WeightsError(f"version {version} was not fetched: {reason}")
         if sources.empty:
             raise WeightsError(
-                f"version {version}: {len(missing)} of {len(pieces)} pieces came from no source. "
-                + "; ".join(errors[-5:] or ["the offer names no address to fetch from"])
+                f"version {version}: no source has {len(missing)} of {len(pieces)} pieces. "
+                + "; ".join(errors[-5:] or ["the offer contains no address to fetch from"])
             )
         wanted = sources.ask(missing)
         results = pull(assembly, version, wanted, settings, stopped)

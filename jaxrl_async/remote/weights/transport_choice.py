@@ -1,4 +1,4 @@
-"""Choose how weights travel: remote.transfer, and whether both sides are on one machine."""
+"""Choose the weight transport, from remote.transfer and whether both sides are on one machine."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARING = 64
-"""Most samplers that share a machine and a remote.data_port: each tries so many ports."""
+"""Maximum number of samplers that share a machine and remote.data_port: each tries this many
+ports."""
 STREAMS = ("auto", "tcp", "device")
-"""remote.transfer that need a route: pieces over TCP, also if another way is tried first."""
+"""Values of remote.transfer that need a network route for pieces over TCP, even if another
+transport is tried first."""
 
 
 def make_offering(
@@ -41,18 +43,18 @@ def make_offering(
     apart: bool = False,
     all_agree: Callable[[bool], bool] = bool,
 ) -> Offering:
-    """Make the trainer's side.
+    """Create the trainer's side.
 
     Args:
         section: The settings.
         run: Name of the run, for file names.
         secret: The shared secret (remote.wire.secret.read_secret).
-        local_samplers: Whether samplers may be on this machine; False saves, with transfer=auto,
-            the copy into shared memory.
-        apart: Whether samplers have separate machines; then transfer=auto offers the weights
-            from accelerators' memory, too, and makes a host copy only on request.
-        all_agree: Whether a value is True in every process of the trainer. All of them call it
-            here: what they offer must be of one kind.
+        local_samplers: True if samplers may be on this machine. With transfer=auto, False saves the
+            copy into shared memory.
+        apart: True if samplers have separate machines. transfer=auto then also offers the weights
+            from accelerator memory, and makes a host copy only on request.
+        all_agree: Returns True if a value is True in every process of the trainer. All processes
+            call it here, since they must offer the same transport.
 
     Raises WeightsError if it cannot listen, or if there is no shared memory; ConfigError for a
     missing secret or certificate.
@@ -95,14 +97,14 @@ def make_fetching(
     advertise: str | None = None,
     secret: bytes = b"",
 ) -> Fetching:
-    """Make a sampler's side, in each of its processes.
+    """Create a sampler's side, in each of its processes.
 
     Args:
         section: The settings.
         target: The sampler's arrays as jax.ShapeDtypeStruct with shardings (mesh.shapes_on).
-        host: Of this machine, where it passes weights on, at the first free port from
+        host: This machine's host at which it relays weights, on the first free port from
             remote.data_port on; IPv6 in brackets.
-        advertise: Host under which other samplers reach it; None: the same, or this machine's name.
+        advertise: Host name for other samplers; None: the same host, or this machine's name.
         secret: The shared secret.
 
     Raises WeightsError if it cannot listen, ConfigError for a missing secret or certificate.
@@ -117,7 +119,7 @@ def make_fetching(
         if transfer == "device":
             puller = DevicePuller(_host(f"{host}:0", advertise), tcp)
         elif _may_try_devices(section, devices):
-            # each process of a sampler for itself: it pulls what its own devices need
+            # decided per process: each pulls what its own devices need
             puller = _or_tcp(DevicePuller, _host(f"{host}:0", advertise), tcp)
             trial = FasterWay() if puller is not None else None
     ways = FetchWays(
@@ -132,8 +134,8 @@ def make_fetching(
 
 
 def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
-    """Return whether transfer=auto tries the way from device to device: not between CPUs, where it
-    is known to be slower than TCP (docs/benchmarks.md), nor where connections are to be encrypted.
+    """Return True if transfer=auto tries transfers from device to device: not between CPUs, where
+    they are slower than TCP (docs/benchmarks.md), nor if connections must be encrypted.
     """
     encrypted = section.tls_certificate is not None
     return (
@@ -144,8 +146,8 @@ def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
 def _try_publisher(
     section: RemoteSection, all_agree: Callable[[bool], bool]
 ) -> DevicePublisher | None:
-    """Return what offers the weights from device to device; None: one of the trainer's processes,
-    perhaps another one, cannot, and hence none does."""
+    """Return the publisher for transfers from device to device; None: this or another process of
+    the trainer cannot offer them, so none does."""
     publisher = None
     if _may_try_devices(section, jax.local_devices()):
         publisher = _or_tcp(DevicePublisher, _host(section.listen, section.advertise))
@@ -160,7 +162,7 @@ def _try_publisher(
 
 
 def _or_tcp(make: Callable[..., T], *arguments: Any) -> T | None:
-    """Make one side of the transfer from device to device; None: not available here."""
+    """Create one side of the transfer from device to device; None: not available here."""
     try:
         return make(*arguments)
     except WeightsError as error:
@@ -187,7 +189,7 @@ def _server(
     ports: int = 1,
     publish: Publish | None = None,
 ) -> PieceServer:
-    """Serve at remote.data_port, or at one of the `ports` from there on."""
+    """Serve on remote.data_port, or on one of the `ports` from there on."""
     return PieceServer(
         holdings,
         listen=f"{host}:{section.data_port}",
@@ -204,7 +206,7 @@ def _host_of(listen: str) -> str:
 
 
 def _host(listen: str, advertise: str | None) -> str:
-    """Return the host under which others reach this machine."""
+    """Return the host name of this machine for other machines."""
     return advertised_address(parse_address(listen, what="remote.listen"), advertise).host
 
 

@@ -1,4 +1,4 @@
-"""Weights that are offered, fetched and compared: their layout before, their checksums after."""
+"""Fetches offered weights and verifies them: their layout before, their checksums after."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def checksums_of(params: Params) -> Checksum | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoundFetching:
-    """A transport whose weights are compared with what was sent."""
+    """A transport whose weights are compared with the trainer's."""
 
     fetching: Fetching
     layout_hash: str  # of the weights that the sampler was built for (Manifest.layout_hash)
@@ -33,10 +33,10 @@ class SoundFetching:
     def fetch(
         self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
     ) -> Fetched:
-        """See seams.Fetching. Raises WeightsError also for another layout."""
+        """See protocols.Fetching. Also raises WeightsError for a different layout."""
         if where.get("layout") != self.layout_hash:
             raise WeightsError(
-                f"the trainer offers weights of layout {where.get('layout')}, this sampler was "
+                f"the trainer offers weights of layout {where.get('layout')}, but this sampler was "
                 f"built for {self.layout_hash}: use one version of the package and one model "
                 "section for both"
             )
@@ -47,31 +47,31 @@ class SoundFetching:
 
     @staticmethod
     def compares(fetched: Fetched, where: Mapping[str, Any]) -> bool:
-        """Return whether all arrays are compared with the trainer's where they lie now. Not where
-        other processes of the sampler hold parts of them: then the transport has compared every
-        piece before it was copied to its device."""
+        """Return True if all arrays are compared with the trainer's in their final place. This is
+        not possible if other processes of the sampler hold parts of them: the transport then has
+        compared every piece before it was copied to its device."""
         whole = all(x.is_fully_addressable for x in jax.tree.leaves(fetched.params))
         return fetched.compared or (where.get("sums") is not None and whole)
 
     def _compare_sums(self, params: Params, sent: Sequence[int]) -> None:
-        """Raise WeightsError unless all arrays have the checksums of the trainer's."""
+        """Raise WeightsError unless all arrays have the trainer's checksums."""
         received = self.checksums(params)
         if received is None:
             raise WeightsError("copies of one array differ between devices")
         names = [name for name, _, _ in manifest_of(params).entries]
         expected = np.asarray(sent, np.uint32)
         if expected.shape != received.shape:
-            raise WeightsError(f"{expected.size} checksums came for {received.size} arrays")
+            raise WeightsError(f"got {expected.size} checksums for {received.size} arrays")
         wrong = [n for n, a, b in zip(names, expected, received, strict=True) if a != b]
         if wrong:
             raise WeightsError(
-                f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
+                f"{len(wrong)} of {len(names)} arrays differ from the trainer's, first {wrong[0]!r}"
             )
 
 
 def compare_with_offer(params: Params, where: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless arrays that came from elsewhere, whole in this process, are those
-    that are offered."""
+    """Raise WeightsError unless arrays from another source, complete in this process, equal the
+    offered ones."""
     found, own = read_whereabouts(where), manifest_of(params)
     compare(found.manifest, own)
     if found.on_devices:

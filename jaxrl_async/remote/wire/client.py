@@ -1,4 +1,4 @@
-"""The sampler's end: finds the trainer, proves the secret, and asks to join."""
+"""The sampler's side of a connection: finds the trainer, proves the secret, and asks to join."""
 
 import logging
 import queue
@@ -20,10 +20,10 @@ from jaxrl_async.remote.wire.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
-"""Pauses between two tries grow from the first to the longest."""
+"""Pauses between two attempts grow from the first to the longest, seconds."""
 FOUND_S = 10.0
-"""Longest time for which a secret that was looked up is looked up again after the trainer refuses
-it, seconds: a trainer that starts again listens shortly before it writes the new one."""
+"""Maximum time to look a secret up again after the trainer has refused it, seconds. A restarted
+trainer listens shortly before it writes its new secret."""
 
 
 def dial(
@@ -36,20 +36,20 @@ def dial(
     timeout_s: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[WireSession, Welcome]:
-    """Join a trainer; try again until it answers.
+    """Join a trainer; retry until it answers.
 
     Args:
-        where: see address.locate_trainer; looked up before each try.
-        secret: see secret.read_secret; empty: the one that the trainer made for this start, if
-            there is one (address.JoinPlace). The session's `secret` is what both sides proved.
+        where: see address.locate_trainer; looked up before each attempt.
+        secret: see secret.read_secret; empty: the secret that the trainer generated for this start,
+            if it did (address.JoinPlace). The session's `secret` was proved by both sides.
         tls: None: not encrypted.
-        timeout_s: longest time for all tries.
-        stopped: asked between two tries; True ends them.
+        timeout_s: maximum time for all attempts.
+        stopped: called between two attempts; True ends them.
 
     Raises:
-        JoinRefused: the trainer says no, with its reason. Another try would not help.
-        Disconnected: no trainer answered in time, or it was stopped.
-        ConfigError: `where` cannot be an address, or is on another machine and there is no secret.
+        JoinRefused: the trainer refuses, with its reason. A retry would not help.
+        Disconnected: no trainer answered in time, or `stopped` returned True.
+        ConfigError: `where` cannot be an address, or is on another machine and no secret is set.
     """
     until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     said, refused_s = "", None
@@ -74,18 +74,18 @@ def dial(
             if time.monotonic() + pause_s > until_s:
                 raise Disconnected(
                     f"no trainer let this sampler join within {timeout_s:g} s at {where}; the last "
-                    f"try: {error}. Does it run, is the address right, and does the network let "
-                    "this machine reach it?"
+                    f"try: {error}. Check that it runs, that the address is right, and that this "
+                    "machine can reach it over the network."
                 ) from error
             if str(error) != said:
                 said = str(error)
-                log.info("no trainer at %s yet (%s); trying again", where, said)
-        time.sleep(pause_s * random.uniform(0.7, 1.0))  # samplers of one run do not come at once
+                log.info("no trainer at %s yet (%s); retrying", where, said)
+        time.sleep(pause_s * random.uniform(0.7, 1.0))  # samplers of one run come apart
         pause_s = min(pause_s * 1.6, LONGEST_PAUSE_S)
 
 
 class _Call:
-    """One try."""
+    """One attempt."""
 
     def __init__(
         self, place: JoinPlace, hello: Hello, tls: TlsFiles | None, limits: WireLimits
@@ -101,7 +101,7 @@ class _Call:
         self._incoming: Any = self._channel.stream_stream(PATH)(self._requests())
 
     def join(self, secret: bytes, timeout_s: float) -> tuple[WireSession, Welcome]:
-        """Do the handshake and start the session. Raises JoinRefused, Disconnected."""
+        """Perform the handshake and start the session. Raises JoinRefused, Disconnected."""
         try:
             welcome = self._handshake(secret, timeout_s)
             if self._place.run not in (None, welcome.run):
@@ -112,8 +112,9 @@ class _Call:
         except BaseException:
             self._outgoing.put(iter(()))
             self._channel.close()
-            # gRPC's call takes a lock as it is deleted: a thread that the interpreter froze at its
-            # end may hold that for ever. So it goes here, not with the error's traceback.
+            # gRPC's call takes a lock when it is deleted. A thread that the interpreter froze at
+            # exit may hold this lock forever, so the call is deleted here, not with the error's
+            # traceback.
             self._incoming = None
             raise
         session = WireSession("trainer", self._limits, close_stream=self._cancel, secret=secret)
@@ -131,7 +132,7 @@ class _Call:
         try:
             while True:
                 self._outgoing.put(frame)
-                if frame.startswith(HELLO):  # the trainer lives, and may be busy
+                if frame.startswith(HELLO):  # the trainer is alive, and may be busy
                     late.cancel()
                     late = self._cancel_after(timeout_s)
                 answer = next(self._incoming, None)
@@ -142,11 +143,11 @@ class _Call:
             return done.value
         except ValueError as error:
             raise JoinRefused(
-                f"{self._place.address} is no trainer of this kind: {error}"
+                f"{self._place.address} is not a compatible trainer: {error}"
             ) from None
         except grpc.RpcError as error:
             failure = self._failure(error)
-            error.__traceback__ = None  # its frames would keep it, see join
+            error.__traceback__ = None  # its frames would keep the call, see join
         finally:
             late.cancel()
         raise failure  # here: an error's context would keep gRPC's, which is the call itself
@@ -162,24 +163,24 @@ class _Call:
         return timer
 
     def _failure(self, error: grpc.RpcError) -> Exception:
-        """Tell what another try may mend from what it may not."""
+        """Turn a gRPC error into Disconnected if a retry may help, else into JoinRefused."""
         text = describe_error(error)
         code = error.code() if isinstance(error, grpc.Call) else None
         if code == grpc.StatusCode.CANCELLED:  # by this side, which waited long enough
             return Disconnected(
-                f"{self._place.address} gave no answer in time; perhaps it is another program's"
+                f"{self._place.address} gave no answer in time; another program may listen there"
             )
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return JoinRefused(f"{self._place.address} is no trainer of jaxrl_async: {text}")
+            return JoinRefused(f"{self._place.address} is not a trainer of jaxrl_async: {text}")
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return JoinRefused(
-                f"the certificate of {self._place.address} does not fit remote.tls_authority, or "
-                f"does not carry this name: {text}"
+                f"the certificate of {self._place.address} does not match remote.tls_authority, "
+                f"or does not contain this name: {text}"
             )
         return Disconnected(text)
 
     def _requests(self) -> Iterator[bytes]:
-        """Yield the frames of the handshake, then those of the session."""
+        """Yield the frames of the handshake, then the frames of the session."""
         while isinstance(frame := self._outgoing.get(), bytes):
             yield frame
         yield from frame

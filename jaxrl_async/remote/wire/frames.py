@@ -1,12 +1,12 @@
-"""Pack messages into frames of bounded size and take them out again. Pure; no I/O, no threads.
+"""Pack messages into frames of bounded size and unpack them. Pure; no I/O, no threads.
 
-    MESSAGES: size, message, size, message, ...   small ones that wait, together
-    PIECE: size of the message, bytes of it       a large one, in order, nothing between its pieces
-    BEAT                                          "I live"
-    BYE: why                                      the last frame of a side
+    MESSAGES: size, message, size, message, ...   queued small messages, together
+    PIECE: size of the message, bytes of it       a large message, in order, nothing in between
+    BEAT                                          "still alive"
+    BYE: reason                                   the last frame of a side
 
-A large message is cut so that a slow line still shows life, and so that no side has to make room
-for more than it has been sent.
+A large message is split into pieces. A slow connection then still shows progress, and the receiver
+never allocates more memory than it has been sent.
 """
 
 import struct
@@ -18,14 +18,14 @@ from enum import IntEnum
 from jaxrl_async.errors import printable
 
 FRAME_BYTES = 1 << 20
-"""Largest content of a frame."""
+"""Maximum content of a frame, bytes."""
 FRAME_LIMIT = FRAME_BYTES + 64
-"""Largest frame with its head."""
+"""Maximum size of a frame with its header, bytes."""
 LEAST_PIECE = FRAME_BYTES // 2
-"""Least content of a piece that is not its message's last: of many small ones each would take more
-room here than it took to send."""
+"""Minimum content of a piece that is not the last of its message, bytes. Many smaller pieces would
+take more memory here than bytes on the network."""
 REASON_BYTES = 4096
-"""Longest reason in a BYE; the rest of it is cut off."""
+"""Maximum length of the reason in a BYE, bytes; a longer one is truncated."""
 
 _SMALL, _LARGE = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -41,7 +41,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
-    """The other side ends the session, and says why."""
+    """The other side ends the session and gives the reason."""
 
     reason: str
 
@@ -50,17 +50,17 @@ BEAT_FRAME = bytes([FrameKind.BEAT])
 
 
 def bye_frame(reason: str) -> bytes:
-    """Make the last frame of a side."""
+    """Return the last frame of a side."""
     text = reason.encode("utf-8", "replace")[:REASON_BYTES]
     return bytes([FrameKind.BYE]) + text
 
 
 class Outbox:
-    """Messages that wait to be sent. Not locked."""
+    """Queue of messages to send. Not locked."""
 
     def __init__(self) -> None:
         self._waiting: deque[memoryview] = deque()
-        self._sent = 0  # bytes of the first message that have gone in pieces
+        self._sent = 0  # bytes of the first message already sent as pieces
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
@@ -72,7 +72,7 @@ class Outbox:
         self.num_bytes += len(message)
 
     def next_frame(self) -> bytes:
-        """Take the next frame out: as many messages as fit, or a piece of a large one."""
+        """Return the next frame: as many messages as fit, or a piece of a large one."""
         first = self._waiting[0]
         if len(first) + _SMALL.size > FRAME_BYTES:
             return self._next_piece(first)
@@ -96,21 +96,21 @@ class Outbox:
 
 
 class FrameInbox:
-    """Takes messages out of the frames that come in. Not locked.
+    """Unpacks messages from received frames. Not locked.
 
     Args:
-        max_message_bytes: a larger message is refused when its first piece comes.
+        max_message_bytes: a larger message is refused when its first piece arrives.
     """
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._pieces: list[bytes] = []  # of a large message
-        self._come = 0  # bytes of them
-        self._size = 0  # of the whole of it
+        self._come = 0  # bytes of them received so far
+        self._size = 0  # of the whole message
 
     def take(self, frame: bytes) -> Iterator[memoryview | Bye]:
-        """Return the messages that this frame completes, or the Bye. Raises ValueError for bytes
-        that no Outbox makes."""
+        """Yield the messages that this frame completes, or the Bye. Raises ValueError for bytes
+        that no Outbox produces."""
         if not frame or len(frame) > FRAME_LIMIT:
             raise ValueError(f"a frame of {len(frame)} bytes")
         kind, content = frame[0], memoryview(frame)[1:]
@@ -148,7 +148,7 @@ class FrameInbox:
         self._pieces.append(bytes(content[_LARGE.size :]))
         self._come += len(self._pieces[-1])
         if self._come > size:
-            raise ValueError("a message is longer than it said")
+            raise ValueError("a message is longer than announced")
         if self._come < size and len(self._pieces[-1]) < LEAST_PIECE:
             raise ValueError(f"a piece of {len(self._pieces[-1])} bytes, which is not the last")
         if self._come == size:

@@ -1,5 +1,5 @@
-"""What both sides of a gRPC connection share. Frames travel as they are: one call, streamed both
-ways, without protocol buffers."""
+"""Shared parts of both sides of a gRPC connection. Frames are sent unchanged over one bidirectional
+streaming call, without protocol buffers."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from jaxrl_async.errors import printable
 from jaxrl_async.remote.wire.frames import FRAME_LIMIT
 from jaxrl_async.remote.wire.session import WireSession
 
-# gRPC takes part in fork() unless told not to, and prints a line whenever it cannot; no forked
-# child of this package uses it. It reads this when it is imported, so all import it from here
+# gRPC installs fork() handlers by default and prints a line whenever they fail. No forked child of
+# this package uses gRPC. It reads the variable on import, so all modules import it from here
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc as grpc
 
@@ -18,17 +18,17 @@ METHOD = "Session"
 PATH = f"/{SERVICE}/{METHOD}"
 
 OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", FRAME_LIMIT),  # refused before room is made for it
+    ("grpc.max_receive_message_length", FRAME_LIMIT),  # refused before memory is allocated
     ("grpc.max_send_message_length", FRAME_LIMIT),
     ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes could swell to many
-    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is meant for the web
-    ("grpc.use_local_subchannel_pool", 1),  # each try resolves the name and connects anew
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few bytes could decompress to many
+    ("grpc.enable_http_proxy", 0),  # the environment's proxy is for the web
+    ("grpc.use_local_subchannel_pool", 1),  # each attempt resolves and connects again
 )
 
 
 def pump_frames(incoming: Iterator[bytes], session: WireSession) -> None:
-    """Give a session what comes until the stream ends; then tell it."""
+    """Pass incoming frames to a session until the stream ends; then report the end to it."""
     reason = f"{session.peer} has closed the connection"
     try:
         for frame in incoming:
@@ -40,7 +40,7 @@ def pump_frames(incoming: Iterator[bytes], session: WireSession) -> None:
 
 
 def describe_error(error: grpc.RpcError) -> str:
-    """Return gRPC's words for what went wrong."""
+    """Return gRPC's description of an error."""
     if isinstance(error, grpc.Call):
         return printable(f"{error.details() or error.code()}")
     return str(error) or "the other side is gone"

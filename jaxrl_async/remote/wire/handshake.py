@@ -1,7 +1,8 @@
-"""What both sides say before they are in session: versions, proofs of the secret, Hello, Welcome.
+"""The handshake before a session: versions, proofs of the secret, Hello, Welcome.
 
-Pure: each side is a generator that yields the frame to send and is sent the frame that came. One
-frame each way at a time, all of fixed or bounded size; nothing is decoded for a stranger.
+Pure: each side is a generator that yields the frame to send and receives the answer. The sides send
+one frame at a time, of fixed or bounded size. Nothing from a peer is decoded before it has proved
+the secret.
 """
 
 import struct
@@ -27,19 +28,19 @@ MAGIC = b"jaxrl_async\0"
 HELLO_BYTES = 64 << 10
 PACKAGE_BYTES = 64
 TEXT_CHARACTERS = 256
-"""Longest text in a Hello."""
+"""Maximum length of a text in a Hello, characters."""
 PURPOSE = b"session"
 
 _OPEN = struct.Struct(f"<{len(MAGIC)}sI{NONCE_BYTES}s")
 
 
 def refused_frame(reason: str) -> bytes:
-    """Make the frame that tells a sampler why it may not join."""
+    """Return the frame that gives a sampler the reason why it may not join."""
     return REFUSED + reason.encode("utf-8", "replace")[:REASON_BYTES]
 
 
 def welcome_frame(welcome: Welcome) -> bytes:
-    """Make the frame that lets a sampler in. Raises JoinRefused if it is too large."""
+    """Return the frame that admits a sampler. Raises JoinRefused if it is too large."""
     data = codec.dumps(welcome).tobytes()
     if len(data) > FRAME_BYTES:
         raise JoinRefused(f"the run's configuration is too large to send: {len(data)} bytes")
@@ -47,9 +48,9 @@ def welcome_frame(welcome: Welcome) -> bytes:
 
 
 def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
-    """Do the trainer's part; return the Hello.
+    """Perform the trainer's part; return the Hello.
 
-    The first frame that it yields is empty. Raises JoinRefused with what to tell the sampler, and
+    The first yielded frame is empty. Raises JoinRefused with the reason to send to the sampler, and
     ValueError for bytes that no sampler sends.
     """
     protocol, package, theirs = _read_open((yield b""))
@@ -68,8 +69,8 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
 
 
 def ask_to_join(secret: bytes, hello: Hello) -> Generator[bytes, bytes, Welcome]:
-    """Do the sampler's part; return the Welcome. Raises JoinRefused with the trainer's reason, and
-    ValueError for bytes that no trainer sends."""
+    """Perform the sampler's part; return the Welcome. Raises JoinRefused with the trainer's reason,
+    and ValueError for bytes that no trainer sends."""
     mine = new_nonce()
     _, _, theirs = _read_open(_unless_refused((yield _open_frame(mine))))
     answer = _unless_refused((yield PROOF + proof(secret, PURPOSE, b"asks", mine, theirs)))
@@ -89,7 +90,7 @@ def _open_frame(nonce: bytes) -> bytes:
 
 
 def _read_open(frame: bytes) -> tuple[int, str, bytes]:
-    """Return protocol, version of the package and nonce."""
+    """Return protocol, package version and nonce."""
     content = _content(frame, OPEN, _OPEN.size + PACKAGE_BYTES)
     if len(content) < _OPEN.size:
         raise ValueError("a torn greeting")
@@ -109,7 +110,8 @@ def _check_versions(protocol: int, package: str) -> None:
 
 
 def _check_texts(hello: Hello) -> None:
-    """Raise JoinRefused unless the texts of a Hello, which logs show, are short and printable."""
+    """Raise JoinRefused unless the texts of a Hello are short and printable, since logs show
+    them."""
     for field in fields(hello):
         value = getattr(hello, field.name)
         texts = value if isinstance(value, Mapping) else [value]
@@ -131,5 +133,5 @@ def _unless_refused(frame: bytes) -> bytes:
 
 def _content(frame: bytes, kind: bytes, most: int) -> bytes:
     if frame[:1] != kind or len(frame) > 1 + most:
-        raise ValueError(f"a frame of {len(frame)} bytes that has no place in a handshake")
+        raise ValueError(f"an unexpected frame of {len(frame)} bytes in the handshake")
     return frame[1:]

@@ -1,8 +1,8 @@
-"""The trainer's end: listens, lets in who knows the secret, and keeps what others send harmless.
+"""The trainer's side of connections: listens and admits samplers that know the secret.
 
-What is no HTTP/2 never reaches Python: gRPC drops it, after join_s at the latest. Whoever speaks
-gRPC without the secret gets a few bytes read within join_s, in one of max_joining places, which it
-loses to newcomers (strangers.py).
+Traffic that is not HTTP/2 never reaches Python: gRPC drops it after join_s at the latest. A gRPC
+client without the secret has a few bytes read within join_s. It takes one of max_joining places,
+which newcomers can take from it (strangers.py).
 """
 
 import logging
@@ -35,13 +35,13 @@ from jaxrl_async.remote.wire.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Longest wait for all sessions to take their end when the hub closes, seconds."""
+"""Maximum wait for all sessions to end when the hub closes, seconds."""
 
 IDLE_CONNECTIONS = 2048
-"""Connections that may be open before anything is asked on them; gRPC refuses those beyond, and
-those with which half of the process's descriptors would be taken."""
+"""Maximum number of open connections without a call. gRPC refuses further connections, and those
+that would take more than half of the process's file descriptors."""
 HANDSHAKE_MS = 3000
-"""Longest time in which a connection begins to speak HTTP/2, milliseconds."""
+"""Maximum time in which a connection must start HTTP/2, milliseconds."""
 
 OnJoin = Callable[[WireSession, Hello], Welcome]
 
@@ -53,13 +53,14 @@ class Hub:
         listen: HOST:PORT; port 0 takes a free one.
         secret: see secret.read_secret.
         tls: None: not encrypted.
-        on_join: called on a thread of its own with each sampler that has proved the secret: give
-            the session its handlers and return the Welcome, or raise JoinRefused with the reason.
-            What it sends arrives after the Welcome; on_end may be called at any time from then on.
-        on_bound: called with the address before anybody is answered there.
+        on_join: called on a separate thread with each sampler that has proved the secret. It
+            registers the session's handlers and returns the Welcome, or raises JoinRefused with the
+            reason. Messages that it sends arrive after the Welcome; on_end may be called at any
+            time from then on.
+        on_bound: called with the address before any connection is answered there.
 
     Raises:
-        ConfigError: nothing can listen there, or it would need a secret.
+        ConfigError: the address cannot be listened on, or it needs a secret.
     """
 
     def __init__(
@@ -86,20 +87,20 @@ class Hub:
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
         )
         self.address = Address(wanted.host, _bind(self._server, wanted, tls))
-        """Where it listens."""
+        """Address at which it listens."""
         on_bound(self.address)
         self._server.start()
 
     @property
     def refused(self) -> int:
-        """Number of connections that were not let in."""
+        """Number of refused connections."""
         return self._refusals.count
 
     def close(self, reason: str = "the trainer has ended", limit_s: float = CLOSE_S) -> None:
-        """End all sessions with this reason, at once, and stop to listen. Idempotent.
+        """End all sessions concurrently with this reason, and stop listening. Idempotent.
 
-        limit_s: time for all of them to take it, seconds; the connections of those that do not are
-        broken.
+        limit_s: maximum time for all sessions to end, seconds; the connections of the others are
+        closed.
         """
         with self._lock:
             self._closing = True
@@ -109,7 +110,7 @@ class Hub:
         end_s = time.monotonic() + limit_s
         for session in sessions:
             if not session.wait_over(max(0.0, end_s - time.monotonic())):
-                session.lost(f"{session.peer} did not take the end in time")
+                session.lost(f"{session.peer} did not end the session in time")
         self._server.stop(grace=1.0).wait()
 
     def _serve(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -159,11 +160,11 @@ class Hub:
                 if self._closing:
                     raise JoinRefused("the trainer is about to end")
                 self._sessions.add(session)
-        except Exception as error:  # a failure of the trainer must not look like a cut network
+        except Exception as error:  # a failure of the trainer must not look like a network failure
             if not isinstance(error, JoinRefused):
-                log.exception("%s (%s) could not be let in", hello.name, context.peer())
+                log.exception("%s (%s) could not be admitted", hello.name, context.peer())
             self._refusals.note(context.peer(), str(error))
-            session.discard(f"not let in: {error}")
+            session.discard(f"refused: {error}")
             yield refused_frame(str(error))
             return
         session.on_end(lambda _: self._forget(session))
@@ -183,13 +184,13 @@ class Hub:
 
 
 def _host(peer: str) -> str:
-    """Return the address in gRPC's name of a peer: ipv4:10.0.0.1:80, ipv6:%5B::1%5D:80."""
+    """Return the host in gRPC's name of a peer: ipv4:10.0.0.1:80, ipv6:%5B::1%5D:80."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
 
 
 class _Refusals:
-    """Counts who was not let in, and logs a line in LOG_S seconds at most."""
+    """Counts refused connections, and logs at most one line every LOG_S seconds."""
 
     LOG_S = 10.0
 
@@ -209,12 +210,12 @@ class _Refusals:
                 self.count,
                 now_s,
             )
-        log.warning("%s was not let in: %s (%d so far since the last line)", peer, reason, new)
+        log.warning("%s was refused: %s (%d since the last line)", peer, reason, new)
 
 
 class _DaemonThreads(Executor):
-    """Runs each call on a thread of its own that does not keep the process alive, as those of
-    ThreadPoolExecutor do when a run fails. gRPC bounds their number."""
+    """Runs each call on a separate daemon thread. The threads of ThreadPoolExecutor would keep the
+    process alive when a run fails. gRPC bounds the number of threads."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """See Executor."""
@@ -236,7 +237,7 @@ def _make_server(limits: WireLimits) -> grpc.Server:
     open_most = most + IDLE_CONNECTIONS
     options = (
         *OPTIONS,
-        ("grpc.so_reuseport", 0),  # else two trainers share a port, and neither knows
+        ("grpc.so_reuseport", 0),  # else two trainers could share a port unnoticed
         ("grpc.max_concurrent_streams", 4),
         ("grpc.max_allowed_incoming_connections", min(open_most, _half_of_files(open_most))),
         ("grpc.server_handshake_timeout_ms", min(join_ms, HANDSHAKE_MS)),
@@ -246,8 +247,8 @@ def _make_server(limits: WireLimits) -> grpc.Server:
 
 
 def _half_of_files(wanted: int) -> int:
-    """Return half of the number of files that this process may have open; raise that limit to
-    twice what is wanted, if the system allows it."""
+    """Return half of the limit of open files of this process; raise the limit to twice the wanted
+    number if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 2**30
@@ -255,15 +256,19 @@ def _half_of_files(wanted: int) -> int:
     if soft < most:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            log.info("this process may have %d files open from now on, before: %d", most, soft)
+            log.info("raised this process's limit of open files to %d, from %d", most, soft)
             soft = most
     if soft < 2 * wanted:
-        log.info("%d open files (ulimit -n) allow %d connections of samplers", soft, soft // 2)
+        log.info(
+            "%d open files (ulimit -n) allow %d sampler connections",
+            soft,
+            soft // 2,
+        )
     return max(1, soft // 2)
 
 
 def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:
-    """Start to listen; return the port."""
+    """Start listening; return the port."""
     try:
         if tls is None:
             return server.add_insecure_port(str(wanted))
@@ -273,6 +278,6 @@ def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:
         return server.add_secure_port(str(wanted), credentials)
     except RuntimeError as error:
         raise ConfigError(
-            f"remote.listen={wanted}: nothing can listen there; choose another port (0 takes a "
+            f"remote.listen={wanted}: cannot listen there; choose another port (0 takes a "
             f"free one), or an address of this machine"
         ) from error

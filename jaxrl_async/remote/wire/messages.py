@@ -1,15 +1,15 @@
-"""The messages between a trainer and the samplers that have joined it: records of plain values and
-of types.py, encoded by codec.py.
+"""The messages between a trainer and its joined samplers: records of plain values and of classes
+from types.py, encoded by codec.py.
 
     sampler                                  trainer
-      │ Hello ───────────────────────────────> │   after both have proved that they know the secret
+      │ Hello ───────────────────────────────> │   after both have proved the secret
       │ <─────────────────────────── Welcome │
       │ Prepared ────────────────────────────> │   its engine is built
       │ <───────────────────────────── Offer │   the first weights, and every version that follows
-      │ Staged, Live ────────────────────────> │   from the first Live on it is dealt requests
+      │ Staged, Live ────────────────────────> │   from the first Live on it gets requests
       │ <─────────────────────────── Start, Cancel, Ask
       │ Answers, RemoteReply, Beat ──────────> │
-      │ Leaving (its running requests) ──────> │   or it is silent: its requests begin again
+      │ Leaving (its running requests) ──────> │   or it is silent: its requests restart
 """
 
 from collections.abc import Mapping
@@ -20,61 +20,61 @@ from jaxrl_async.codec import Bytes
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
 PROTOCOL = 4
-"""Number of this set of messages; both sides must have the same."""
+"""Version number of this set of messages; both sides must have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """A sampler asks to join."""
 
-    name: str  # unique among the living; for people, logs and the ledger
+    name: str  # unique among connected samplers; for users, logs and the ledger
     protocol: int = PROTOCOL
     package: str = ""  # version of jaxrl_async
-    host: str = ""  # says whether shared memory will do: the machine's boot id
+    host: str = ""  # boot id of the machine: if equal, shared memory can be used
     process: int = 0  # process id there
-    data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
+    data_address: str = ""  # HOST:PORT at which it relays weights; "": it does not
     mesh: Mapping[str, int] = field(default_factory=dict)  # its axes, as mesh.sampler names them
     platform: str = ""  # of its devices
-    instance: str = ""  # a random word: who says it again lost its connection, and joins anew
+    instance: str = ""  # a random token: the same sampler rejoins with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The sampler may join: all that it needs to build its engine."""
+    """The sampler may join; has all that it needs to build its engine."""
 
     config: Mapping[str, Any]  # the whole configuration, as JSON
     spec: Mapping[str, Any]  # fields of the policy's ModelSpec
     mesh: Mapping[str, int]  # axes of its slice
     seed: int
-    layout_hash: str  # of the weights that it will be offered (weights.manifest)
+    layout_hash: str  # of the offered weights (weights.manifest)
     run: str  # name of the run
-    probe_ids: IntArray | None = None  # [probe] tokens on which new weights are checked; None: any
+    probe_ids: IntArray | None = None  # [probe] tokens to check new weights on; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The sampler has built its engine, and waits for weights."""
+    """The sampler has built its engine and waits for weights."""
 
-    data_address: str = ""  # HOST:PORT at which it passes weights on; "": it does not
+    data_address: str = ""  # HOST:PORT at which it relays weights; "": it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Requests for the sampler, which queues them all at once, in this order."""
+    """Requests for the sampler, which queues them together, in this order."""
 
     requests: tuple[Request | Partial, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """Nobody waits for these requests any more."""
+    """These requests are cancelled: their results are no longer needed."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFailure:
-    """A request that failed, alone, or was cancelled."""
+    """A single request that failed or was cancelled."""
 
     request_id: str
     error: str
@@ -82,7 +82,7 @@ class RemoteFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Requests that are done, as many as one decode block ended."""
+    """The requests that ended with one decode block."""
 
     completions: tuple[Completion, ...] = ()
     failures: tuple[RemoteFailure, ...] = ()
@@ -90,7 +90,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A question to the sampler about its running requests, answered by a RemoteReply of the same
+    """A query about the sampler's running requests, answered by a RemoteReply with the same
     number."""
 
     number: int
@@ -105,20 +105,20 @@ class RemoteReply:
 
     number: int
     partials: tuple[Partial, ...] = ()
-    error: str = ""  # why there is none
+    error: str = ""  # why there are no partials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """The sampler lives: its statistics, at least four times in remote.silence_s."""
+    """The sampler is alive; its statistics, sent at least four times in remote.silence_s."""
 
     stats: Mapping[str, float]  # fields of SamplerStats
-    places: int  # requests that it holds at once
+    places: int  # requests that it holds at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The sampler's engine ended with an error; the process ends, too."""
+    """The sampler's engine failed with an error; the process also ends."""
 
     error: str
     blamed: tuple[str, ...] = ()  # requests that were on the device
@@ -126,14 +126,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """The trainer asks the sampler to go, and to hand back what is running."""
+    """The trainer asks the sampler to leave and to return its running requests."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The sampler goes: whatever it has not answered is here, or has drawn no token."""
+    """The sampler leaves. Each unanswered request is here, or has no sampled token yet."""
 
     reason: str
     partials: tuple[Partial, ...] = ()
@@ -141,7 +141,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A step of the trainer that the sampler traces begins, or it ends (run.profile)."""
+    """Start or stop the sampler's trace of a trainer step (run.profile)."""
 
     step: int
     on: bool
@@ -149,7 +149,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The trace that a sampler has taken during a step."""
+    """The trace that a sampler recorded during a step."""
 
     step: int
     files: Mapping[str, Bytes]  # by metrics.profiles.SUFFIXES
@@ -161,29 +161,30 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Weights of a version can be fetched; it replaces any older offer."""
+    """The weights of a version can be fetched; replaces any older offer."""
 
     version: int
     where: Mapping[str, Any]  # what the transport needs to fetch them (remote.weights)
-    sources: tuple[str, ...] = ()  # data addresses to fetch from, the best first
+    sources: tuple[str, ...] = ()  # data addresses to fetch from, best first
     probe_logprobs: FloatArray | None = None  # [probe - 1], see types.VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """The sampler has every byte of a version, with the right checksums, beside the live one."""
+    """The sampler holds every byte of a version, with matching checksums, alongside the live
+    version."""
 
     version: int
-    num_bytes: int  # that it fetched
+    num_bytes: int  # fetched
     seconds: float  # from the offer until now
-    source: str  # where most of it came from
-    base_bytes: int = 0  # that it fetched beside these: what an adapter changes, the first time
-    fallbacks: int = 0  # times that it went over to TCP: the way that was asked for had failed
+    source: str  # of most of the bytes
+    base_bytes: int = 0  # fetched in addition, once: an adapter's base
+    fallbacks: int = 0  # falls back to TCP after the requested transport failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torn:
-    """A version could not be fetched, or its checksums differ; it waits for an offer."""
+    """A version could not be fetched, or its checksums differ; the sampler waits for an offer."""
 
     version: int
     error: str
@@ -191,7 +192,7 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """Every new token of the sampler comes from this version."""
+    """The sampler generates every new token with this version."""
 
     version: int
 
@@ -204,38 +205,38 @@ class Ready:
     """A follower's engine is built."""
 
     process: int  # its number in the sampler's JAX world
-    alike: str  # hash of all that must be the same in every process
+    alike: str  # hash of everything that must be equal in all processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Every process has the weights of this version: begin with them."""
+    """Every process has the weights of this version; start with them."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointRound:
-    """What the leader takes in before its next decode block; its followers take in the same."""
+    """Inputs that the leader applies before its next decode block; its followers apply the same."""
 
-    requests: tuple[Request | Partial, ...] = ()  # in the order of the queue
-    first_number: int = 0  # of the requests: they are numbered as they come
+    requests: tuple[Request | Partial, ...] = ()  # in queue order
+    first_number: int = 0  # of the requests, numbered in order of arrival
     cancelled: tuple[int, ...] = ()  # numbers of requests, in this order
     version: int | None = None  # of new weights; None: none
     probe_logprobs: FloatArray | None = None  # of that version, see types.VersionedParams
-    state_hash: int = 0  # of the leader's batch before it takes this in
+    state_hash: int = 0  # of the leader's batch before it applies these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
-    """Another process could not get weights of this version: let go of them."""
+class GivenUpRequest:
+    """Another process could not get the weights of this version: release them."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismissed:
-    """The sampler is closed: its followers are done."""
+    """The sampler is closed; its followers end."""
 
 
 MESSAGES: tuple[type, ...] = (
@@ -261,7 +262,7 @@ MESSAGES: tuple[type, ...] = (
     Ready,
     Begin,
     JointRound,
-    GivenUp,
+    GivenUpRequest,
     Dismissed,
 )
-"""What may come over a session; anything else ends it."""
+"""The messages that a session accepts; any other ends it."""

@@ -1,14 +1,15 @@
-"""Prove to each other the knowledge of a shared secret, which itself is never sent.
+"""Mutual proof of a shared secret, which itself is never sent.
 
-    asks                                answers
+    asks                               answers
       │ nonce ─────────────────────────────> │
       │ <───────────────────────────── nonce │
-      │ proof of the one who asks ─────────> │   wrong: it hangs up and says so
-      │ <──────── proof of the one who answers │   wrong: the same
+      │ its proof ─────────────────────────> │   wrong: it hangs up and says so
+      │ <───────────────────────── its proof │   wrong: the same
 
-A proof is HMAC-SHA256(secret, purpose, side, both nonces): it fits no other connection, purpose or
-direction. Without TLS, whoever can change the packets on their way can still do so after the
-proofs. No gRPC here: the sessions and the weights' own connections use these functions.
+A proof is HMAC-SHA256(secret, purpose, side, both nonces): it is valid for no other connection,
+purpose or direction. Without TLS, an attacker who can modify packets in transit can still do so
+after the proofs. This module does not use gRPC: the sessions and the separate connections for
+weights share it.
 """
 
 import hmac
@@ -24,24 +25,24 @@ SECRET_VARIABLE = "JAXRL_ASYNC_SECRET"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 LEAST_BYTES = 16
-"""Of a secret that is known to other machines."""
+"""Minimum length of a secret that other machines share, bytes."""
 
 WRONG_SECRET = (
     f"the two sides have different secrets: set the environment variable {SECRET_VARIABLE} to the "
-    "same value on the trainer and on every sampler. Where it is not set, a trainer on loopback "
-    "makes one at each start: samplers of the same user on its machine find it by --join HOST:PORT "
-    "or --join RUN_FOLDER"
+    "same value on the trainer and on every sampler. If it is not set, a trainer on loopback "
+    "generates one at each start: samplers of the same user on its machine find it by --join "
+    "HOST:PORT or --join RUN_FOLDER"
 )
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the shared secret of the environment; empty: there is none."""
+    """Return the shared secret from the environment; empty: it is not set."""
     return environ.get(SECRET_VARIABLE, "").strip().encode()
 
 
 def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
-    """Raise ConfigError if a process that listens at this host needs a secret and has none, or one
-    that whoever sees a proof could guess."""
+    """Raise ConfigError if a process that listens on this host needs a secret and has none, or one
+    that could be guessed from a proof."""
     if not is_strong(secret) and not loopback:
         raise ConfigError(
             f"remote.listen={host} can be reached from other machines, and the shared secret "
@@ -53,42 +54,42 @@ def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
 
 def check_dialled(secret: bytes, where: str, *, loopback: bool) -> None:
     """Raise ConfigError if a process is to dial another machine and has no secret, or one that
-    whoever sees a proof could guess: anybody there could tell it what to do.
+    could be guessed from a proof: any process there could control it.
 
-    where: the address, named in the error.
+    where: the address for the error message.
     """
     if not is_strong(secret) and not loopback:
         raise ConfigError(
-            f"--join {where}: a trainer on another machine is joined only with the secret that it "
-            f"shares, and the one here {_lack(secret)}. Set the environment variable "
-            f"{SECRET_VARIABLE} to the trainer's value (there and here the same, for example the "
-            "output of `openssl rand -hex 32`). Of a trainer that listens on loopback on this "
-            "machine give the run's folder instead: its join.json holds the secret."
+            f"--join {where}: a trainer on another machine can be joined only with a shared "
+            f"secret, and the secret here {_lack(secret)}. Set the environment variable "
+            f"{SECRET_VARIABLE} to the same value for the trainer and here (for example the output "
+            "of `openssl rand -hex 32`). For a trainer on loopback on this machine, give "
+            "the run's folder instead: its join.json holds the secret."
         )
 
 
 def is_strong(secret: bytes) -> bool:
-    """Return whether a proof of this secret shows that the other side knows it: it is there, and
-    nobody can guess it from a proof."""
+    """Return True if a proof of this secret shows that the other side knows it: the secret is set
+    and cannot be guessed from a proof."""
     return len(secret) >= LEAST_BYTES
 
 
 def new_secret() -> bytes:
-    """Make a secret for one start of a trainer: hexadecimal digits."""
+    """Generate a secret for one start of a trainer: hexadecimal digits."""
     return secrets.token_hex(32).encode()
 
 
 def new_nonce() -> bytes:
-    """Draw the random number that makes a proof good for one connection."""
+    """Generate the random number that makes a proof valid for only one connection."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(secret: bytes, purpose: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:
-    """Return what proves the knowledge of the secret.
+    """Return the proof of knowing the secret.
 
     Args:
         purpose: what the connection is for.
-        side: b"asks" or b"answers": whose proof it is.
+        side: b"asks" or b"answers": the side that sends the proof.
         asked, answered: the nonces of the two sides.
     """
     return hmac.digest(
@@ -97,15 +98,16 @@ def proof(secret: bytes, purpose: bytes, side: bytes, asked: bytes, answered: by
 
 
 def is_proof(given: bytes, wanted: bytes) -> bool:
-    """Compare two proofs in a time that does not depend on where they differ."""
+    """Compare two proofs in constant time."""
     return hmac.compare_digest(given, wanted)
 
 
 def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
-    """Prove the secret over a connection that this process opened, and check the other side's.
+    """Prove the secret over a connection that this process opened, and check the other side's
+    proof.
 
-    Leaves the socket without a timeout. Raises JoinRefused for a wrong secret and for a side that
-    says nothing in time, OSError for a broken connection.
+    Leaves the socket without a timeout. Raises JoinRefused for a wrong secret and if the other side
+    sends nothing in time, OSError for a broken connection.
     """
     until_s = time.monotonic() + timeout_s
     mine = new_nonce()
@@ -120,9 +122,9 @@ def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
 
 
 def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
-    """Do the other side's part, over a connection that this process accepted.
+    """Perform the answering side's part, over a connection that this process accepted.
 
-    Raises as `prove_to`; the caller closes the socket then.
+    Raises as `prove_to`; the caller must then close the socket.
     """
     until_s = time.monotonic() + timeout_s
     mine = new_nonce()
@@ -137,10 +139,10 @@ def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
 
 
 def receive_by(sock: socket.socket, count: int, until_s: float) -> bytes:
-    """Read `count` bytes; a peer that sends one at a time gets no more time for it.
+    """Read `count` bytes. The deadline is not extended for a peer that sends slowly.
 
-    until_s: of time.monotonic(). Raises JoinRefused if they have not come by then, OSError for a
-    broken connection.
+    until_s: deadline on time.monotonic(). Raises JoinRefused if the bytes have not arrived by then,
+    OSError for a broken connection.
     """
     got = b""
     while len(got) < count:
@@ -156,7 +158,7 @@ def receive_by(sock: socket.socket, count: int, until_s: float) -> bytes:
 
 
 def left_of(until_s: float) -> float:
-    """Return the seconds until then, by time.monotonic(). Raises JoinRefused if there are none."""
+    """Return the seconds until a time of time.monotonic(). Raises JoinRefused if it has passed."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise JoinRefused("the other side did not prove the shared secret in time")
@@ -164,5 +166,5 @@ def left_of(until_s: float) -> float:
 
 
 def _lack(secret: bytes) -> str:
-    """Say what a secret lacks that is not strong."""
+    """Describe why a secret is not strong."""
     return f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"

@@ -1,12 +1,12 @@
-"""A session over any stream of frames: messages in order, both ways, bounded, with an end that both
-sides know.
+"""A session over any stream of frames: ordered messages in both directions, bounded, with an end
+that both sides know.
 
     send ─> Outbox ─> frames() ─> the stream ─> take() ─> FrameInbox ─> handlers, on its thread
 
-The stream (gRPC in grpc_link.py, memory in testing) calls `take` with each frame that comes, draws
-those that go from `frames` and calls `stream_ended` when it breaks. Each side sends a beat if it
-has nothing else to say, so a side that says nothing is dead, stopped or cut off; one that takes
-nothing is no better.
+The stream (gRPC in grpc_link.py, memory in testing) calls `take` with each received frame, iterates
+over `frames` for the frames to send, and calls `stream_ended` when it breaks. Each side sends a
+beat if it has nothing else to send. A side that sends nothing is therefore dead, stopped or
+disconnected; a side that receives nothing is treated the same.
 """
 
 import logging
@@ -28,25 +28,25 @@ from jaxrl_async.remote.wire.validation import check_fits
 log = logging.getLogger(__name__)
 
 BEATS = 4
-"""Beats in the time after which silence counts as an end."""
+"""Number of beats in silence_s."""
 MESSAGE_COST = 256
-"""Bytes of memory that a message takes beside its own, so that a million tiny ones count, too."""
+"""Memory overhead counted per message, bytes, to bound the number of tiny messages as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireLimits:
     """Bounds of a session, in bytes and seconds."""
 
-    silence_s: float = 20.0  # a side that says or takes nothing for so long is lost
+    silence_s: float = 20.0  # a side that sends or receives nothing for this time is lost
     max_message_bytes: int = 256 << 20
-    queue_bytes: int = 64 << 20  # that wait to be sent, and that wait for a handler
-    join_s: float = 10.0  # for the handshake, before the secret is proved
+    queue_bytes: int = 64 << 20  # waiting to be sent; the same for those that wait for a handler
+    join_s: float = 10.0  # for the handshake, until the secret is proved
     max_joining: int = 64  # simultaneous connections that have not proved it yet
     max_sessions: int = 4096  # at the same time
 
     @classmethod
     def of(cls, remote: RemoteSection) -> "WireLimits":
-        """Return the limits that a configuration asks for."""
+        """Return the limits of a configuration."""
         return cls(
             silence_s=remote.silence_s,
             max_message_bytes=remote.max_message_mib << 20,
@@ -55,12 +55,12 @@ class WireLimits:
 
 
 class WireSession:
-    """A ports.Session. `start` it once; before, it only queues.
+    """A ports.Session. Call `start` once; before that it only queues.
 
     Args:
-        peer: name of the other side, for people.
-        close_stream: breaks the stream; called once, when there is nothing more to say on it.
-        secret: that both sides have proved; empty: none.
+        peer: name of the other side, for messages.
+        close_stream: closes the stream; called once, when there is nothing more to send.
+        secret: proved by both sides; empty: none.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class WireSession:
         self._callbacks: list[Callable[[str], None]] = []
         self._ended: str | None = None
         self._bye_sent = self._bye_came = self._over = self._told = False
-        self._deliver = True  # False: what a handler cannot take is not given to it
-        self._heard = self._taken = 0  # frames that came and went, to see whether they still do
-        self._full = False  # whether the reader waits for room
-        self._seen = (0, 0)  # of those, at the last look
+        self._deliver = True  # False: received messages are dropped
+        self._heard = self._taken = 0  # frames received and sent, to detect progress
+        self._full = False  # True while the reader waits for space
+        self._seen = (0, 0)  # _heard and _taken at the last check
         self._looked_s = time.monotonic()
-        self._unheard_s = self._untaken_s = 0.0  # for how long nothing came, or went
+        self._unheard_s = self._untaken_s = 0.0  # time without a received or sent frame
 
     @property
     def peer(self) -> str:
@@ -98,15 +98,15 @@ class WireSession:
         return self._ended
 
     def start(self) -> None:
-        """Start to deliver and to watch."""
+        """Start delivering and watching."""
         name = f"deliver {self._peer}"
         threading.Thread(target=self._dispatch, name=name, daemon=True).start()
         self._looked_s = time.monotonic()
         WATCH.add(self)
 
     def use_limits(self, limits: WireLimits) -> None:
-        """Keep to the limits of the other side from now on: it waits for beats as often as they
-        say."""
+        """Use the limits of the other side from now on: they determine how often it expects
+        beats."""
         with self._changed:
             self._limits = limits
             self._changed.notify_all()
@@ -115,8 +115,8 @@ class WireSession:
     # ---- for its users
 
     def send(self, message: Any) -> None:
-        """See ports.Session. Raises ConfigError for a message that the other side would refuse as
-        too large."""
+        """See ports.Session. Raises ConfigError for a message that is too large for the other
+        side."""
         self._queue(message, wait=True)
 
     def send_now(self, message: Any) -> bool:
@@ -124,9 +124,9 @@ class WireSession:
         return self._queue(message, wait=False)
 
     def _queue(self, message: Any, *, wait: bool) -> bool:
-        """Queue a message; return whether there was room for it, or wait until there is."""
+        """Queue a message. Return True, or False if the queue is full and `wait` is False."""
         if not isinstance(message, MESSAGES):
-            raise TypeError(f"{type(message).__name__} is no message (remote.wire.messages)")
+            raise TypeError(f"{type(message).__name__} is not a message (remote.wire.messages)")
         data = codec.dumps(message).data
         if len(data) > self._limits.max_message_bytes:
             raise ConfigError(
@@ -138,7 +138,7 @@ class WireSession:
             while self._ended is None and self._no_room(self._outbox.num_bytes, len(data)):
                 if not wait:
                     return False
-                self._changed.wait()  # the watch ends it if nothing goes
+                self._changed.wait()  # the watch ends the session if nothing is sent
             if self._ended is not None:
                 raise Disconnected(f"the session with {self._peer} has ended: {self._ended}")
             self._outbox.put(data)
@@ -148,7 +148,7 @@ class WireSession:
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session. Raises ValueError for a second handler of a kind."""
         if kind not in MESSAGES:
-            raise ValueError(f"{kind.__name__} is no message (remote.wire.messages)")
+            raise ValueError(f"{kind.__name__} is not a message (remote.wire.messages)")
         with self._changed:
             if kind in self._handlers:
                 raise ValueError(f"{kind.__name__} has a handler already")
@@ -164,29 +164,29 @@ class WireSession:
         callback(self._ended or "")
 
     def end(self, reason: str) -> None:
-        """See ports.Session. Returns when the other side has everything, or takes nothing for
-        silence_s."""
+        """See ports.Session. Returns when the other side has received everything, or has received
+        nothing for silence_s."""
         self.begin_end(reason)
         self.wait_over()
 
     def begin_end(self, reason: str) -> None:
-        """Do what `end` does, without waiting."""
+        """Begin to end the session; do not wait."""
         with self._changed:
             if self._ended is None:
                 self._ended = reason
                 self._changed.notify_all()
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
-        """Wait until the stream is closed: the watch closes one on which nothing moves. Return
-        False if it is open after timeout_s."""
+        """Wait until the stream is closed; the watch closes a stream without traffic. Return False
+        if it is still open after timeout_s."""
         with self._changed:
             return self._changed.wait_for(lambda: self._over, timeout_s)
 
     def says_something(self, timeout_s: float) -> bool:
-        """Wait for a frame; return False if none comes in this time, or none will any more.
+        """Wait for a frame; return False if none arrives in this time or the session is over.
 
-        An honest peer that lives sends a beat in silence_s / BEATS. While this side has no room for
-        what comes, the peer counts as alive.
+        A correct, live peer sends a beat within silence_s / BEATS. While this side has no space for
+        received messages, the peer counts as alive.
         """
         with self._changed:
             heard = self._heard
@@ -198,7 +198,7 @@ class WireSession:
     # ---- for the stream
 
     def frames(self) -> Iterator[bytes]:
-        """Return the frames to send, as they come to be; block for the next one."""
+        """Yield the frames to send; block until the next one is ready."""
         while True:
             with self._changed:
                 self._taken += 1
@@ -219,27 +219,30 @@ class WireSession:
                 self._changed.wait()
 
     def take(self, frame: bytes) -> None:
-        """Take a frame in; block while too many bytes wait for handlers."""
+        """Process a received frame; block while too many bytes wait for handlers."""
         is_bye = frame[:1] == bytes([FrameKind.BYE])
         try:
             if self._deliver or is_bye:
                 for item in self._inbox.take(frame):
                     self._take_item(item)
         except ValueError as error:
-            self._refuse_rest(f"{self._peer} sent what is no message: {error}")
+            self._refuse_rest(f"{self._peer} sent an invalid message: {error}")
         with self._changed:
-            # once this side wants no more, only a peer that comes to its end counts as alive: after
-            # the last word of this side an honest one sends its rest, and no beats
+            # once this side accepts no more messages, only a peer that ends the session counts as
+            # alive: after this side's last frame, a correct peer sends its remaining messages and
+            # no beats
             over = not self._deliver or (self._bye_sent and frame == BEAT_FRAME)
             self._heard += is_bye or not over
             self._changed.notify_all()
 
     def stream_ended(self, reason: str) -> None:
-        """Take note that no frame will come any more. The reason counts if no Bye came before."""
+        """Note that no more frames will arrive. The reason is kept if no Bye was received
+        before."""
         self.lost(reason)
 
     def lost(self, reason: str) -> None:
-        """Close the stream at once: nothing can be sent any more. What has come is delivered."""
+        """Close the stream immediately: nothing more can be sent. Received messages are still
+        delivered."""
         with self._changed:
             if self._over:
                 return
@@ -251,7 +254,7 @@ class WireSession:
         self._close_stream()
 
     def discard(self, reason: str) -> None:
-        """End a session that was never started; its stream stays, for a last word."""
+        """End a session that was never started; its stream stays open for a last frame."""
         with self._changed:
             self._ended, self._over = reason, True
             self._changed.notify_all()
@@ -280,7 +283,8 @@ class WireSession:
     # ---- its threads
 
     def _dispatch(self) -> None:
-        """Give each message to its handler; tell of the end when nothing more can come."""
+        """Pass each message to its handler; call the end callbacks when no more messages can
+        arrive."""
         unhandled = 0
         while (data := self._next_arrived()) is not None:
             try:
@@ -289,7 +293,7 @@ class WireSession:
                     raise ValueError(f"a {type(message).__name__}")
                 check_fits(message)
             except ValueError as error:
-                self._refuse_rest(f"{self._peer} sent what is no message: {error}")
+                self._refuse_rest(f"{self._peer} sent an invalid message: {error}")
                 continue
             handler = self._handler(type(message))
             if handler is None:
@@ -297,10 +301,10 @@ class WireSession:
                 continue
             try:
                 handler(message)
-            except Exception as error:  # whatever a handler raises ends the session
+            except Exception as error:  # an error of a handler ends the session
                 name = type(message).__name__
-                log.exception("a %s from %s could not be handled", name, self._peer)
-                self._refuse_rest(f"{type(message).__name__} could not be handled: {error}")
+                log.exception("handling a %s from %s failed", name, self._peer)
+                self._refuse_rest(f"handling of a {type(message).__name__} failed: {error}")
         if unhandled:
             log.warning("%s has ended; %d of its messages had no handler", self._peer, unhandled)
         self._tell()
@@ -317,7 +321,8 @@ class WireSession:
             return data
 
     def _handler(self, kind: type) -> Callable[[Any], None] | None:
-        """Wait for the handler of a kind; None: the session was over before one came."""
+        """Wait for the handler of a message type; None: the session ended before one was
+        registered."""
         with self._changed:
             while kind not in self._handlers and not self._over:
                 self._changed.wait()
@@ -338,19 +343,19 @@ class WireSession:
         for callback in callbacks:
             try:
                 callback(self._ended or "")
-            except Exception:  # the others want to know, too
+            except Exception:  # the other callbacks are still called
                 log.exception("a callback at the end of the session with %s failed", self._peer)
 
     @property
     def look_s(self) -> float:
-        """How often to look whether something comes and goes, seconds."""
+        """Interval between two checks for traffic, seconds."""
         return self._limits.silence_s / (2 * BEATS)
 
     def look(self) -> None:
-        """Close the stream if nothing has come or nothing has gone for silence_s.
+        """Close the stream if nothing has been received or nothing sent for silence_s.
 
-        Time in which this process itself stood still counts as one look: it says nothing about the
-        other side.
+        Time in which this process itself was stopped counts as one interval: it says nothing about
+        the other side.
         """
         with self._changed:
             over = self._over
@@ -371,16 +376,16 @@ class WireSession:
 
 
 class Watch:
-    """A thread that looks at all sessions of this process, each as often as it asks for; it runs
-    while there is one."""
+    """A thread that checks all sessions of this process, each at its own interval. It runs while
+    there are sessions."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: dict[WireSession, float] = {}  # when to look, seconds of the monotone clock
+        self._due: dict[WireSession, float] = {}  # next check, time.monotonic()
         self._runs = False
 
     def add(self, session: WireSession) -> None:
-        """Look at a session from now on."""
+        """Start checking a session."""
         with self._changed:
             self._due[session] = time.monotonic() + session.look_s
             if not self._runs:
@@ -389,14 +394,14 @@ class Watch:
             self._changed.notify_all()
 
     def change(self, session: WireSession) -> None:
-        """Look as often as a session asks for now, if it is looked at."""
+        """Apply a session's new interval, if the session is checked."""
         with self._changed:
             if session in self._due:
                 self._due[session] = time.monotonic() + session.look_s
                 self._changed.notify_all()
 
     def remove(self, session: WireSession) -> None:
-        """Stop looking at a session. Idempotent."""
+        """Stop checking a session. Idempotent."""
         with self._changed:
             self._due.pop(session, None)
             if not self._due:
@@ -414,15 +419,15 @@ class Watch:
                     self._changed.wait(next_s - now_s)
                     continue
                 due = [session for session, at_s in self._due.items() if at_s <= now_s]
-                for session in due:  # to the next beat of a clock: many are looked at together
+                for session in due:  # rounded to a multiple: many are checked together
                     look_s = session.look_s
                     self._due[session] = (now_s // look_s + 1) * look_s
             for session in due:
                 try:
                     session.look()
-                except Exception:  # the others are watched all the same
-                    log.exception("the session with %s cannot be looked at", session.peer)
+                except Exception:  # the others are still checked
+                    log.exception("checking the session with %s failed", session.peer)
 
 
 WATCH = Watch()
-"""Of this process."""
+"""The watch of this process."""

@@ -7,17 +7,17 @@ WireMessage = TypeVar("WireMessage")
 
 
 class Session(Protocol):
-    """A two-way stream of messages (remote.wire.messages) with one other process: in order,
-    bounded, and checked where it comes in. Any thread may use it."""
+    """A two-way stream of messages (remote.wire.messages) with one other process: ordered, bounded,
+    and validated on arrival. Any thread may use it."""
 
     @property
     def peer(self) -> str:
-        """Name of the other side, for people."""
+        """Name of the other side, for messages."""
         ...
 
     @property
     def ended(self) -> str | None:
-        """Why it ended; None: it is open."""
+        """The reason why it ended; None: it is open."""
         ...
 
     def send(self, message: Any) -> None:
@@ -31,13 +31,14 @@ class Session(Protocol):
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """Call a function with each message of a kind, on the session's own thread, in the order of
-        sending. A message without a handler waits for one, and later ones behind it. A handler must
-        return soon; if it raises, the session ends with that reason."""
+        sending. A message without a handler waits for one and delays the messages behind it. A
+        handler must return soon; if it raises, the session ends with that reason."""
         ...
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """Call a function once with the reason when the session has ended, or now if it has. After
-        it no handler is called."""
+        """Call a function once with the reason when the session has ended, or now if it already
+        has.
+        No handler is called afterwards."""
         ...
 
     def end(self, reason: str) -> None:

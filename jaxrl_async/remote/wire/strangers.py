@@ -1,5 +1,5 @@
-"""Connections that have not proved the secret yet: a bounded number, in which no address keeps a
-place from a member by holding many. Pure; no I/O."""
+"""Connections that have not proved the secret yet. Their number is bounded, and no address can keep
+a sampler out by holding many of them. Pure; no I/O."""
 
 import ipaddress
 import itertools
@@ -10,29 +10,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SHARED_BITS = 64
-"""Leading bits that the IPv6 addresses of one site share: they count as one address."""
+"""Number of leading bits that the IPv6 addresses of one site share; they count as one address."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Stranger:
-    """One connection. Set `greeted` once it has said what a member says first."""
+    """One connection. Set `greeted` once it has sent the first frame of a handshake."""
 
-    number: int  # in the order of coming
+    number: int  # in order of arrival
     site: str
     close: Callable[[], None]
     greeted: bool = False
 
 
 class Strangers:
-    """At most `most` connections. If all places are taken when a newcomer comes, the address that
-    holds most of them loses one: its oldest silent connection, or its oldest if none is silent.
+    """At most `most` connections. If a newcomer arrives when all places are taken, the address with
+    the most places loses one: its oldest silent connection, or its oldest if none is silent.
 
-    A member needs its place for a moment only. It is served unless its own address takes all places
-    again within that moment. Any thread.
+    A sampler needs its place only briefly. It is served unless its own address takes all places
+    again in that time. Thread-safe.
     """
 
     def __init__(self, most: int) -> None:
-        """Begin without any."""
+        """Start with no connections."""
         self._most, self._lock = most, threading.Lock()
         self._here: set[Stranger] = set()
         self._numbers = itertools.count()
@@ -42,8 +42,9 @@ class Strangers:
         """Give a connection a place while the body runs.
 
         Args:
-            host: address of its other side.
-            close: ends it without waiting; called on another thread if a newcomer gets its place.
+            host: address of the peer.
+            close: closes it without blocking; called on another thread if a newcomer takes its
+                place.
         """
         newcomer = Stranger(number=next(self._numbers), site=site_of(host), close=close)
         gone = None
@@ -66,7 +67,7 @@ class Strangers:
 
 
 def site_of(host: str) -> str:
-    """Return what an address counts as: itself, and of IPv6 the network of 64 bits."""
+    """Return the key under which an address is counted: itself, or its /64 network for IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

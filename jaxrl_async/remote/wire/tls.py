@@ -1,4 +1,4 @@
-"""Certificates: who may talk, and encryption, where remote.tls_* name files."""
+"""TLS: certificates and encryption, if remote.tls_* name files."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ class TlsFiles:
     def socket_context(self, *, server: bool) -> ssl.SSLContext:
         """Make the context of a plain socket.
 
-        A client does not compare the host's name: samplers that pass weights on are reached by
-        addresses which no certificate knows, and any process that the authority signed for may.
+        A client does not check the host name: samplers that relay weights are reached at addresses
+        that no certificate contains. Any process with a certificate of the authority is accepted.
 
         Args:
-            server: whether this process accepts the connection.
+            server: True if this process accepts the connection.
         """
         protocol = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(protocol)
@@ -38,9 +38,10 @@ class TlsFiles:
 
 
 def read_tls(remote: RemoteSection) -> TlsFiles | None:
-    """Read the files that the configuration names; None: it names none.
+    """Read the files that the configuration names; None if it names none.
 
-    Raises ConfigError if only some are named, and for one that is missing, unreadable or no PEM.
+    Raises ConfigError if only some are named, and for a file that is missing, unreadable or not
+    PEM.
     """
     named = {
         "tls_certificate": remote.tls_certificate,
@@ -68,7 +69,7 @@ def read_tls(remote: RemoteSection) -> TlsFiles | None:
     except (ssl.SSLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"remote.tls_certificate={files.certificate_path}, its key {files.key_path} and the "
-            f"authority {remote.tls_authority} do not go together: {error}"
+            f"authority {remote.tls_authority} do not match: {error}"
         ) from error
     return files
 
@@ -79,5 +80,5 @@ def _read_pem(name: str, path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"remote.{name}={path} cannot be read: {error.strerror}.") from error
     if b"-----BEGIN " not in content:
-        raise ConfigError(f"remote.{name}={path} is no PEM file (it has no BEGIN line).")
+        raise ConfigError(f"remote.{name}={path} is not a PEM file (it has no BEGIN line).")
     return content

@@ -1,7 +1,7 @@
-"""Check that a record that came from another process holds what its fields' types say.
+"""Check that a record from another process matches the types of its fields.
 
-The codec makes only known records, but puts anything into their fields; what is wrong there would
-fail far from here, or not at all. Checks are made once for each type.
+The codec creates only known records but accepts any values in their fields. A wrong value would
+fail far from here, or not at all. The check of each type is built once.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from jaxrl_async.codec import ML_DTYPES
 from jaxrl_async.types import Completion, Partial
 
 Check = Callable[[Any], str | None]
-"""Returns None for a value that fits, else the way to what does not, and what is wrong with it."""
+"""Returns None for a valid value, else the path to the invalid part and the problem."""
 
 
 def check_fits(record: Any) -> None:
-    """Raise ValueError, which names the field, if a record does not fit its own types."""
+    """Raise ValueError with the field's name if a record does not match its own types."""
     kind: type = type(record)
     wrong = _record_check(kind)(record)
     if wrong is not None:
@@ -37,7 +37,7 @@ scalar type."""
 
 @lru_cache(maxsize=1024)
 def _check(kind: Any) -> Check:
-    """Make the check of a type as it is written in a record."""
+    """Build the check of a type annotation of a record."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     named = getattr(kind if origin is None else origin, "__value__", None)
     if named is not None:  # NumPy 2.5's NDArray, from Python 3.12 on
@@ -56,7 +56,7 @@ def _check(kind: Any) -> Check:
         return _array_check(args[0])
     if dataclasses.is_dataclass(kind):
         return _record_check(typing.cast(type, kind))
-    if kind is float:  # a whole number may have been given
+    if kind is float:  # an int is accepted
         return lambda value: None if type(value) in (float, int) else _is_a(value, float)
     if kind in (int, str, bool, type(None)) or issubclass(kind, Enum):
         return lambda value: None if type(value) is kind else _is_a(value, kind)
@@ -85,14 +85,14 @@ def _record_check(kind: type) -> Check:
 
 
 def _lengths(drawn: Any) -> str | None:
-    """Check the arrays that have an entry for each drawn token."""
+    """Check the arrays that have one entry per sampled token."""
     shape = drawn.token_ids.shape
     if len(shape) != 1:
-        return f".token_ids has the shape {shape}, not [drawn]"
+        return f".token_ids has the shape {shape}, not [sampled]"
     for name in ("logprobs", "versions", "full_logprobs"):
         value = getattr(drawn, name)
         if value is not None and value.shape != shape:
-            return f".{name} has the shape {value.shape}, not that of token_ids, {shape}"
+            return f".{name} has the shape {value.shape}, but token_ids has {shape}"
     return None
 
 
@@ -109,7 +109,7 @@ def _union_check(args: tuple[Any, ...]) -> Check:
             if wrong is None:
                 return None
             problems.append(wrong)
-        return max(problems, key=lambda wrong: wrong.startswith("."))  # the most telling
+        return max(problems, key=lambda wrong: wrong.startswith("."))  # the most specific
 
     return check
 
@@ -148,7 +148,7 @@ def _mapping_check(arg: Any) -> Check:
 
 
 def _array_check(kind: Any) -> Check:
-    """Check the kind of numbers, not their size: engines keep log-probs and KV in several."""
+    """Check the kind of the dtype, not its size: engines keep log-probs and KV in several sizes."""
     scalar = typing.get_origin(kind) or kind
     kinds = (np.signedinteger, np.unsignedinteger, np.floating, np.bool_)
     family = next(f for f in kinds if issubclass(scalar, f))

@@ -1,5 +1,5 @@
-"""All that a run needs and that is checked before its folder is claimed: what is wrong with it is
-reported before anything is made."""
+"""All inputs of a run, checked before its folder is claimed: errors are reported before anything is
+made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from jaxrl_async.run.builders.scoring import (
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import Opponents, Serving
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.references import check_answers, try_references
@@ -45,9 +45,9 @@ from jaxrl_async.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a run begins with, checked."""
+    """Checked inputs of a run."""
 
-    recorded: Recorded | None  # the schedule to replay; None: none
+    recorded: Recorded | None  # the schedule to replay; None: no replay
     tokenizer: Tokenizer
     slices: Slices
     spec: ModelSpec  # of the policy
@@ -58,17 +58,17 @@ class Inputs:
     scorers: Scorers
     play: Play  # the task
     serving: Serving  # not open yet
-    opponents: Opponents  # who fills seats in the policy's place; not seated yet
+    opponents: SeatFillers  # other players of a game; not started yet
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
-    digests: Mapping[str, str]  # of what judges and of the held-out records
+    digests: Mapping[str, str]  # of the graders and the held-out records
 
 
 def check_inputs(
     config: Config, lockstep: Lockstep, locks: Locks | None = None, task: Task | None = None
 ) -> tuple[Inputs, FittingPairs | None]:
-    """Read and check all that a run of rl begins with; no weight of the policy is read.
+    """Read and check all inputs of a run of rl; no weight of the policy is read.
 
     The pairs are the warm start's, which are not needed after it; None: no warm start. Raises
     JaxrlErrors that name the setting.
@@ -146,7 +146,7 @@ def check_inputs(
 
 
 def make_outages(config: Config, faults: FaultCounts) -> Outages:
-    """Return what waits for the run's services that are away."""
+    """Return the tracker of outages of the run's services."""
     section = config.faults
     return Outages(
         longest_s=section.outage_s,
@@ -180,5 +180,5 @@ def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:
     if len(held_out) < lockstep.players:
         raise ConfigError(
             f"{len(held_out)} held-out problems are too few for {lockstep.players} processes, "
-            "which answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+            "which answer a share each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )

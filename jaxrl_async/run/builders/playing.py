@@ -1,4 +1,4 @@
-"""The task of a run, as it is played: records, environments, and the format of their messages."""
+"""The task of a run: its records, environments, and the format of their messages."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features
-from jaxrl_async.run.optional_parts import Opponents, Serving
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.tasks.task_source import TaskData
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRIED = 8
-"""Most held-out records that are tried where none has room for an answer."""
+"""Maximum number of held-out records that are tried if none has room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """A run's task with what plays it."""
+    """A run's task with its environments."""
 
     task: Task
     make_env: MakeEnv
-    stop_token_ids: tuple[int, ...]  # that end a turn of the policy
+    stop_token_ids: tuple[int, ...]  # tokens that end a turn of the policy
     own: TaskData | None  # the task's records; None: the configuration's
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
@@ -50,7 +50,7 @@ class Play:
 def find_task(config: Config, given: Task | None = None) -> Task:
     """Return the task of a run; NO_TASK if it has none. Raises ConfigError.
 
-    given: the object of a Python program; None: what the setting names.
+    given: the object of a Python program; None: the task that config.task names.
     """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
@@ -59,15 +59,15 @@ def find_task(config: Config, given: Task | None = None) -> Task:
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):
         raise ConfigError(
-            f"task = {name!r} has a program or a game, which plays whole episodes, and another "
-            "program, environment or tools beside it. Give it one of them."
+            f"task = {name!r} has a program or a game, which plays whole episodes, and also "
+            "another program, an environment or tools. Give it one of them."
         )
     if task.game is not None:
         features.check_game(config, name)
     if task.records is not None:
         if unread := unread_with_records(config, name):
             raise ConfigError("\n".join(unread))
-        log.info("the records are those of the task %s", name)
+        log.info("the records are the records of the task %s", name)
     if task.plays and (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
             f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
@@ -82,7 +82,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
 
 
 def _for_outsiders(config: Config, task: Task) -> Task:
-    """Return the task as agents outside play it, if endpoint.external_agents says so. Raises
+    """Return the task as external agents play it, if endpoint.external_agents is set. Raises
     ConfigError."""
     if not config.endpoint.external_agents:
         return task
@@ -96,7 +96,7 @@ def _for_outsiders(config: Config, task: Task) -> Task:
     if task.tools or any(one is not None for one in players):
         raise ConfigError(
             "endpoint.external_agents: the task has a program, an environment, a game or tools, "
-            "and agents outside would play in their place. Leave one of them out."
+            "and external agents would play instead of them. Remove one of the two."
         )
     return replace(task, program=features.outsiders_play())
 
@@ -107,25 +107,25 @@ def make_play(
     tokenizer: Tokenizer,
     count: Callable[[str, int], None],
     serving: Serving,
-    opponents: Opponents,
+    opponents: SeatFillers,
     outages: Outages | None = None,
 ) -> Play:
-    """Make what plays the task; its environment is tried on the first held-out record.
+    """Make the environments of the task; one is tried on the first held-out record.
 
     Args:
         config: env, faults and data.
-        task: a run without one has NO_TASK: its prompts are answered once.
+        task: NO_TASK for a run without a task: its prompts are answered once.
         tokenizer: the policy's.
         count: called with the name and number of faults.
-        serving: where a program finds the policy.
-        opponents: who fills seats of a game in the policy's place.
-        outages: of what plays; None: of its own.
+        serving: the policy's endpoint for a program.
+        opponents: the other players of a game.
+        outages: tracker of outages of the environments; None: they make one.
 
     Raises ConfigError, also for an environment that cannot begin, and DataError.
     """
     if config.seats and task.game is None:
         raise ConfigError(
-            f"seats ({', '.join(config.seats)}) are those of a game, and task = "
+            f"seats ({', '.join(config.seats)}) are the players of a game, and task = "
             f"{name_of(config.task or '')!r} has none. Leave seats out, or give the task a game."
         )
     if not task.plays:
@@ -159,16 +159,16 @@ def make_play(
 
 
 def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
-    """Return the records of a task whose worked conversations run.job=sft learns.
+    """Return the records of a task whose demonstrations run.job=sft trains on.
 
-    The tools that its environment offers are written in each; it is begun once to name them.
+    Each is written with the tools of the task's environment, which is begun once to list them.
     Raises ConfigError, DataError.
     """
     if task.records is None:
         raise ConfigError(
-            f"task = {name_of(config.task or '')!r} has no records, and run.job=sft learns the "
-            "conversations of a task's records. Give it some, or leave task out to learn those "
-            "of data."
+            f"task = {name_of(config.task or '')!r} has no records, and run.job=sft trains on the "
+            "conversations of a task's records. Give it some, or leave task out to train on the "
+            "records of data."
         )
     task = _prompted(config, task)
     chat = _format_of(config, tokenizer, task)
@@ -180,11 +180,11 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
 
 
 def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
-    """Return what writes a task's messages: of questions to a base model the bare text."""
+    """Return the format of a task's messages: the bare text for questions to a base model."""
     parts = (task.environment, task.game, task.program, task.system_prompt)
     asks_alone = not task.tools and all(part is None for part in parts)
     if asks_alone and not has_chat_format(tokenizer, config.data.chat_format):
-        log.info("the tokenizer has no chat template: a question is its bare text")
+        log.info("the tokenizer has no chat template: questions are sent as bare text")
         return PlainFormat(tokenizer)
     return _chat_format(config, tokenizer)
 
@@ -213,7 +213,7 @@ def _prompted(config: Config, task: Task) -> Task:
 
 
 def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
-    """Return what an episode may take."""
+    """Return the limits of an episode."""
     section = config.env
     return ChatLimits(
         max_turns=section.max_turns,
@@ -230,8 +230,8 @@ def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
 def _tried(
     envs: ChatEnvs, examples: Sequence[Prompt], max_length: float = math.inf
 ) -> Sequence[Mapping[str, Any]]:
-    """Begin an episode and end it; return the environment's tools. Where that leaves no room for an
-    answer the next is tried. Raises ConfigError, also if none of them has room."""
+    """Begin an episode and end it; return the environment's tools. If the prompt leaves no room for
+    an answer, try the next record. Raises ConfigError, also if no record has room."""
 
     async def begun(example: Prompt) -> tuple[int, Sequence[Mapping[str, Any]]]:
         env = envs(example)
@@ -248,15 +248,15 @@ def _tried(
         lengths.append(length)
     raise ConfigError(
         f"held-out records ({len(lengths)} were tried) begin with {min(lengths)} tokens and more, "
-        f"which leaves no room for an answer in sampler.max_length={max_length}: nothing would be "
-        "learnt. Raise max_length, or shorten the records."
+        f"which leaves no room for an answer in sampler.max_length={max_length}: the run would "
+        "train on nothing. Raise max_length, or shorten the records."
     )
 
 
 def at_once(trial: Coroutine[None, None, T]) -> T:
     """Run a trial of a task to its end. Raises ConfigError."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+        with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
             return thread.submit(asyncio.run, trial).result()
     except RolloutError as error:
         raise ConfigError(f"task, tried on the first held-out record: {error}") from error

@@ -1,4 +1,4 @@
-"""What scores the episodes: guarded scorers for training and for the evaluation."""
+"""The scorers of episodes, with timeouts and retries, for training and for the evaluation."""
 
 import functools
 import logging
@@ -44,16 +44,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorers:
-    """What scores the training, and the evaluation: there the functions alone, if there are any."""
+    """Scorers of training and of the evaluation, which uses the functions alone if any exist."""
 
     training: GuardedScorer
     evaluation: GuardedScorer
     judges: Judges = field(default_factory=NoJudges)  # within `training`
-    functions: RewardScorer | None = None  # within both; None: there are none
-    trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and what tries them before a run
+    functions: RewardScorer | None = None  # within both; None: no functions
+    trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and their trials before a run
 
     def oldest_s(self) -> float:
-        """Return how long the longest call under way has taken, seconds; 0: none."""
+        """Return the age of the oldest running call, seconds; 0: no call."""
         return max(self.training.oldest_s(), self.evaluation.oldest_s())
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
@@ -70,7 +70,7 @@ class Scorers:
 
     def close(self) -> None:
         """Close the judge's connections and its cache file, and end the functions' processes.
-        Idempotent; what is needed again is made again."""
+        Idempotent; they are made again if they are needed again."""
         self.judges.close()
         if self.functions is not None:
             self.functions.close()
@@ -89,14 +89,14 @@ def make_scorers(
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
     Args:
-        config: reward, its model and judge, and what bounds the sequences.
-        tokenizer: decodes what functions and judge see.
-        held_out: records whose columns the functions may ask for.
-        slices: the reward model runs on the trainer's, on this process's part of it.
-        lock: shared with others on these devices.
-        faults: counts what is survived.
-        task: its environment and its functions judge, too.
-        outages: of what they ask; None: of each one's own.
+        config: reward, its model and judge, and the limits of the sequences.
+        tokenizer: decodes answers for functions and judge.
+        held_out: records with the columns for the functions.
+        slices: the reward model runs on this process's part of the trainer's slice.
+        lock: shared with other users of these devices.
+        faults: counts handled faults.
+        task: its environment and its functions give rewards, too.
+        outages: shared tracker of outages; None: one for each scorer.
     """
     section = config.reward
     guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
@@ -129,7 +129,7 @@ def make_scorers(
         trials.append(("reward.judge", guarded(trial, retries=0)))
     if training is None or evaluation is None:
         raise ConfigError(
-            "reward.function=none, and the task gives no reward: there is none at all. Set "
+            "reward.function=none, and the task gives no reward: the run has no reward. Set "
             "reward.function, reward.model or reward.judge, or give the task a reward."
         )
     if judges is not None and (steps := judges.process_trial()) is not None:
@@ -145,7 +145,7 @@ def make_scorers(
 
 
 def _asks(config: Config, task: Task) -> tuple[str, ...]:
-    """Return the columns that may hold a record's question, in the order of those who read them."""
+    """Return the columns that may hold a record's question, in order of preference."""
     if task.records is not None:
         return ("messages", *QUESTIONS)
     section = config.data.jsonl
@@ -169,14 +169,14 @@ def _with_model(
 
 
 def has_functions(section: RewardSection, task: Task) -> bool:
-    """Return whether reward functions judge: the task's, or the setting's. Where an environment
-    judges, only a setting that is written down does."""
+    """Return whether reward functions are used: the task's, or the setting's. If an environment
+    gives rewards, the setting's are used only if it is set."""
     of_setting = bool(section.weights) and not (task.judges and section.function is None)
     return bool(task.rewards) or of_setting
 
 
 def built_in_graders(section: RewardSection, task: Task) -> dict[str, RewardFunction]:
-    """Return the graders of the package that judge, by name."""
+    """Return the package's graders that are used, by name."""
     of_task = {f.__name__: f for f in task.rewards if f in REWARDS.values()}
     if not has_functions(section, task) or (task.rewards and section.function is None):
         return of_task
@@ -212,8 +212,8 @@ def check_reward_parts(
     """Raise ConfigError if the algorithm asks for a part that the reward does not have.
 
     The functions are tried once, on a made-up answer to the example, and so are the judge and
-    process rewards. Which parts an environment gives is only known when it does, and so are those
-    of a function that does not apply to the example.
+    process rewards. The parts of an environment's reward, and of a function that does not apply to
+    the example, are unknown before the run.
     """
     parts = {MODEL} if reward.model is not None else set[str]()
     all_known = True
@@ -241,7 +241,7 @@ def check_reward_parts(
 
 
 def note_process_rewards(config: Config) -> None:
-    """Say what is made of process rewards where an answer is learnt as a whole."""
+    """Log how process rewards are used if all tokens of an answer get one advantage."""
     facts = advantage.facts(config.algorithm.advantage)
     if config.reward.process is None:
         return
@@ -256,5 +256,5 @@ def note_process_rewards(config: Config) -> None:
         "reward.process: algorithm.advantage=%s %s. discounted, reinforce_pp and gae credit each "
         "step (docs/algorithms.md).",
         name,
-        known if facts.level == "sequence" else "does not say whether it looks at token_rewards",
+        known if facts.level == "sequence" else "does not say whether it uses token_rewards",
     )

@@ -1,4 +1,4 @@
-"""The trainer around the learner, and where its results go."""
+"""The trainer with its learner, and the outlets of its results."""
 
 import logging
 from pathlib import Path
@@ -32,7 +32,7 @@ def make_trainer(
     root: Path,
     turn: Lock | None = None,
 ) -> Trainer:
-    """Make the trainer: it draws from the rollout side and publishes to its samplers.
+    """Make the trainer: it takes groups from the rollout side and publishes to its samplers.
 
     root: the run's folder.
     turn: see Trainer.
@@ -61,13 +61,13 @@ def make_trainer(
 def step_traces(
     config: Config, root: Path, lockstep: Lockstep, samplers: TracedSamplers | None = None
 ) -> StepTraces:
-    """Return what takes the profiler's traces of this process, into the run's folder."""
+    """Return the profiler's traces of this process, written to the run's folder."""
     process = "trainer" if lockstep.count == 1 else f"trainer-{lockstep.index}"
     return StepTraces(root, config.run.profile, process, samplers)
 
 
 def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
-    """Return whether evaluations go on beside updates, which no other process waits for."""
+    """Return whether evaluations run during updates, which needs a single trainer process."""
     if config.eval.asynchronous and lockstep.count > 1:
         log.warning(
             "eval.asynchronous=true: the updates of %d trainer processes wait for each evaluation.",
@@ -77,7 +77,7 @@ def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
 
 
 def make_pacing(config: Config) -> Bounds | None:
-    """Return how the staleness target adapts; None: it is always max_staleness."""
+    """Return the bounds of an adaptive staleness target; None: it is always max_staleness."""
     section = config.staleness
     if section.adapt == "none":
         return None
@@ -87,7 +87,7 @@ def make_pacing(config: Config) -> Bounds | None:
 
 
 def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Evaluation:
-    """Make what plays this process's share of the held-out prompts."""
+    """Make the evaluation of this process's share of the held-out prompts."""
     inputs = side.inputs
     return Evaluation(
         generate=side.sampling.generate,
@@ -127,7 +127,7 @@ def make_outlets(
     console: Console,
     lockstep: Lockstep,
 ) -> Outlets:
-    """Make what the trainer's results go to: evaluation, reports and checkpoints."""
+    """Make the outlets of the trainer's results: evaluation, reports and checkpoints."""
     inputs, stop = side.inputs, side.joined.stop
     evaluation = make_evaluation(config, side, lockstep)
     reporter = StepReporter(

@@ -121,7 +121,7 @@ class BucketPlace:
         return True
 
     def check(self, step: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Raise OSError if the bucket says of an object what it did not say when it was written;
+        """Raise OSError if the bucket's properties of an object differ from those at the write;
         GivenUpReading if `give_up` returns True."""
         folder = self.directory / str(step)
         if give_up():

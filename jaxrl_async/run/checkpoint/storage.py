@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie: a folder, which can rename, or a bucket, which cannot.
+"""Places of a run's checkpoints: a folder, which can rename, or a bucket, which cannot.
 
 Checkpoints ──writes, seals, reads, removes──> Place: FolderPlace | BucketPlace (bucket.py)
 """
@@ -29,14 +29,14 @@ from jaxrl_async.run.signs import WRITERS, read_signs
 
 
 class Place(Protocol):
-    """What holds checkpoints; every method but the first two raises OSError where it fails."""
+    """A place of checkpoints; every method but the first two raises OSError if it fails."""
 
     @property
     def directory(self) -> Any:
         """The folder: a path whose `/` leads to a step, and which orbax takes."""
 
     def written(self, step: int) -> Any:
-        """Return where orbax writes a checkpoint."""
+        """Return the folder to which orbax writes a checkpoint."""
 
     def make_room(self, step: int) -> None:
         """Prepare for a step to be written again."""

@@ -45,7 +45,7 @@ TRAIN = "train"
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
-"""Version of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+"""Version of the content of LOOP and ROLLOUTS; 1 had no rollouts, 2 had one process's alone."""
 PARTS = {
     "reference": "a reference policy (algorithm.kl_coefficient, or what else compares with one)",
     "critic": "a critic (algorithm.advantage=gae)",
@@ -53,8 +53,8 @@ PARTS = {
 }
 """Parts of the state that some settings add, and these settings."""
 ONE_SAVE = threading.Lock()
-"""Held while orbax writes: it numbers its operations by process, so that saves of several runs at
-once mistake each other's for their own."""
+"""Held while orbax writes: it numbers its operations by process, and concurrent saves of several
+runs would confuse them."""
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Checkpoints:
             directory: the folder, or another place.
             keep: newest checkpoints that are kept.
             verify: compare checksums before a checkpoint is read.
-            run: whose checkpoints they are; a save fails if its folder was removed or replaced.
-                None: nobody's.
+            run: the run of the checkpoints; a save fails if its folder was removed or replaced.
+                None: no run.
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
         """
@@ -115,8 +115,8 @@ class Checkpoints:
     ) -> None:
         """Start a save and return. Saving a step again replaces its checkpoint.
 
-        The arrays are being copied to host memory when this returns, so they may be donated at
-        once. All else is done on a thread of its own. (With several processes orbax begins here,
+        The arrays are being copied to host memory when this returns: they may be donated
+        immediately. All else runs on a separate thread. (With several processes orbax begins here,
         since it talks to the others on the devices.) The save before is finished first; if it
         failed, EarlierSaveError is raised once this one has started. Raises FolderLost, or
         CheckpointError where the folder cannot be looked at now, and then starts nothing.
@@ -125,7 +125,7 @@ class Checkpoints:
             step: the version.
             state: a pytree of device arrays.
             loop: a JSON object.
-            rollouts: makes the bytes of the rollouts, on the other thread; None: there are none.
+            rollouts: makes the bytes of the rollouts, on the other thread; None: no rollouts.
         """
         failure = self._outcome()
         self._check_folder(failure)
@@ -192,7 +192,7 @@ class Checkpoints:
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """Let orbax write, seal the checkpoint and give it its name; read it back, and remove those
-        that are not kept. Runs on a thread of its own."""
+        that are not kept. Runs on a separate thread."""
         try:
             with ONE_SAVE:
                 begin().result()
@@ -327,8 +327,8 @@ class Checkpoints:
         return sorted(steps, key=sealed.__getitem__, reverse=True)
 
     def _pass_over(self, steps: Sequence[int]) -> None:
-        """Rename checkpoints newer than the one that the run continues from; only the newest that
-        was renamed is kept. steps: newest first."""
+        """Rename checkpoints newer than the one from which the run continues; only the newest
+        renamed one is kept. steps: newest first."""
         if jax.process_index():
             return
         newest: str | None = None
@@ -498,8 +498,8 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
 
 
 def check_scale(saved: Saved, config: Config, folder: Path) -> None:
-    """Raise CheckpointError if model.lora would scale the saved adapter's change otherwise than it
-    was trained: B would stand for other weights."""
+    """Raise CheckpointError if model.lora would scale the saved adapter's change differently than
+    in training: B would mean other weights."""
     lora = config.model.lora
     before = lora_section(saved.loop, None)
     if before is None or lora is None:
@@ -538,14 +538,14 @@ def changed_keys(before: str, after: str) -> list[str]:
 
 
 def _is_handed_over(value: Any) -> bool:
-    """Return whether a setting stands for an object of a Python program, which 0.3 numbered."""
+    """Return whether a setting is a Python program's object, which 0.3 numbered."""
     return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
 def shape_mismatch(
     saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return the first difference between two tables of array shapes; "" if there is none."""
+    """Return the first difference between two tables of array shapes; "" if they are equal."""
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
             return f"it has no {path}"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxrl_async.errors import Closed, SamplersLost, WeightsError
+from jaxrl_async.ports.generate import Replica, ReplicaStats
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Replica, ReplicaStats
 from jaxrl_async.sampler.batch.waiting import WaitingQueue
 from jaxrl_async.sampler.router.dealing import Candidate
 from jaxrl_async.sampler.router.job import RouterJob, refusal

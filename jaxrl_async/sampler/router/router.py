@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError, SamplersLost, WeightsError
+from jaxrl_async.ports.generate import Replica
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.ports.sampling import Replica
 from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import RequestCheck

@@ -3,7 +3,7 @@ replicas that were there."""
 
 from collections.abc import Mapping
 
-from jaxrl_async.ports.sampling import ReplicaStats
+from jaxrl_async.ports.generate import ReplicaStats
 from jaxrl_async.sampler.stats import SamplerStats
 
 

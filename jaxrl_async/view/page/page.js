@@ -1,4 +1,4 @@
-// The page: which runs, which view, and, of a server, a look every two seconds.
+// The page: its runs and views; with a server, it updates every two seconds.
 
 import { colorOf, draw, linesOf, shown } from "./charts.js";
 import { make } from "./elements.js";
@@ -58,7 +58,7 @@ async function rebuild() {
       charts.push({ chart, box, plot: null });
     }
   }
-  if (!charts.length) place.append(make("p", words.length ? "No metric is called so." : "No step has been recorded yet.", "none"));
+  if (!charts.length) place.append(make("p", words.length ? "No metric has this name." : "No step has been recorded yet.", "none"));
   await redraw();
 }
 

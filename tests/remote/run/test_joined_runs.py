@@ -110,7 +110,7 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
     with joined_run(tmp_path, *LONG, "run.steps=1000") as run:
         run.sample("early", "--wait", "0.5")
         assert run.code("early") == 1
-        assert re.search(r"no trainer .* within 0.5 s.*Does it run", run.said("early"), re.S)
+        assert re.search(r"no trainer .* within 0.5 s.*Check that it runs", run.said("early"), re.S)
         run.train()
         run.sample("first")
         run.until_step(1)
@@ -119,14 +119,14 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
         run.sample("wide", "--mesh", "tensor=2")  # nothing is wrong with it
         run.sample("nowhere", "--wait", "0.5", join="127.0.0.1:9")
         for name, words in (
-            ("first-again", "'first' is there already: give each its own --name"),
+            ("first-again", "'first' has already joined: give each a different --name"),
             ("long", "context=2: a sampler decodes one token"),
             ("nowhere", "no trainer let this sampler join within 0.5 s at 127.0.0.1:9"),
         ):
             assert run.code(name) in (1, 2), name
             said = run.said(name)
             assert words in said and "Traceback" not in said, said
-        run.until_said("wide", "draws for run")
+        run.until_said("wide", "generating for run")
         run.until_step(run.step + 2)
         run.signal("trainer", signal.SIGTERM)
         assert run.code("trainer") == 75 and not run.problems()
@@ -155,7 +155,7 @@ def test_one_that_was_started_again_takes_the_place_of_its_silent_predecessor(
         assert counted["samplers_cut_off"] == 1 and counted["samplers_joined"] == 2
         run.signal("first", signal.SIGCONT)
         assert run.code("first") == 1, "it does not throw the other out again"
-        assert "is there already: give each its own --name" in run.said("first")
+        assert "has already joined: give each a different --name" in run.said("first")
         run.until_step(run.step + 2)
         run.signal("trainer", signal.SIGTERM)
         assert run.code("trainer") == 75 and run.code("again") == 0

@@ -85,7 +85,7 @@ def test_a_name_is_taken_from_one_that_says_nothing_and_from_no_other(tmp_path: 
         assert old is not None
         with a_process(trainer, silence_s) as rival:
             assert rival.wait(WAIT_S) == 1 and rival.stderr is not None
-            assert "'echo' is there already: give each its own --name" in rival.stderr.read()
+            assert "'echo' has already joined: give each a different --name" in rival.stderr.read()
         assert owner(trainer) is old and old.ended is None, "two that live: the first stays"
         ends: queue.SimpleQueue[str] = queue.SimpleQueue()
         old.on_end(ends.put)

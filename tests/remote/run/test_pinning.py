@@ -45,7 +45,7 @@ def test_gpus_are_those_that_this_process_was_lent():
     assert free == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
     lent = place_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5", "GPU-8f"])
     assert lent.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f"}
-    with pytest.raises(MeshError, match="lends 2"):
+    with pytest.raises(MeshError, match="CUDA_VISIBLE_DEVICES has 2"):
         place_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5"])
 
 

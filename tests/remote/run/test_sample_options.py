@@ -33,7 +33,7 @@ def test_axes(text: str, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["tensor", "tensor=0", "tensor=x", "tensor=-1", "width=2", "=2"])
 def test_what_is_no_axis_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no axis. Give AXIS=SIZE.*--mesh tensor=4"):
+    with pytest.raises(ConfigError, match=r"is not an axis. Give AXIS=SIZE.*--mesh tensor=4"):
         sample.axes_of(text)
 
 
@@ -42,7 +42,7 @@ def test_cores() -> None:
     assert sample.cores_of("") == set()
     assert sample.cores_of(",".join(map(str, mine))) == set(mine)
     for text in ("x", "-1", f"{mine[-1] + 4096}", "0,,0"):
-        with pytest.raises(ConfigError, match="give numbers of cores that this process may use"):
+        with pytest.raises(ConfigError, match="give cores that this process may use"):
             sample.cores_of(text)
 
 
@@ -62,7 +62,7 @@ def test_processes() -> None:
     [
         (("127.0.0.1",), 2, "is not HOST:PORT"),
         (("::1:7077",), 2, "write an IPv6 address in brackets"),
-        (("127.0.0.1:9", "--mesh", "tensor"), 2, "is no axis"),
+        (("127.0.0.1:9", "--mesh", "tensor"), 2, "is not an axis"),
         (("127.0.0.1:9", "--tls-key", "/none"), 2, "tls"),
         (("127.0.0.1:9", "--wait", "0.1"), 69, "no trainer let this sampler join within 0.1 s"),
         (("/no/such/run", "--wait", "0.1"), 69, "join.json, which a trainer writes"),

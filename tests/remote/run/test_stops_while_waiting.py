@@ -25,7 +25,7 @@ def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -
         run.signal("trainer", signal.SIGINT)
         assert run.code("trainer") == 0, run.said("trainer")[-3000:]
         said = run.said("trainer")
-        assert "an evaluation is left out" in said and "stopped early by SIGINT" in said
+        assert "an evaluation is skipped" in said and "stopped early by SIGINT" in said
         assert saved_versions(run) == [0] and not run.problems()
 
 
@@ -38,14 +38,14 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
     with joined_run(tmp_path, *SETTINGS, *EVALUATED, "run.steps=1") as run:
         run.train()
         run.sample("first")
-        run.until_said("first", "draws for run")  # the first evaluation begins
+        run.until_said("first", "generating for run")  # the first evaluation begins
         run.signal("first", signal.SIGKILL)
         run.until_said("trainer", "no sampler is there")
         assert not any("eval/reward" in x for x in run.lines()), "it was still evaluating"
         run.signal("trainer", number)
         assert run.code("trainer") == code, run.said("trainer")[-3000:]
         said = run.said("trainer")
-        assert "an evaluation is left out" in said and "not ended within" not in said
+        assert "an evaluation is skipped" in said and "not ended within" not in said
         assert saved_versions(run) == [0] and not run.problems()
         run.train(*RESUME)
         run.sample("second")

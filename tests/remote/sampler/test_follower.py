@@ -98,7 +98,7 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
 
 def test_a_follower_that_was_made_otherwise_is_refused():
     two = Two(replace(CASE, section={"block": 8}))
-    with pytest.raises(JoinRefused, match=r"process 1.*other settings"):
+    with pytest.raises(JoinRefused, match=r"process 1.*different settings"):
         two.crew.wait_ready(two.setup, WAIT_S)
     two.crew.dismiss()
     two.follower.result(WAIT_S)
@@ -109,7 +109,7 @@ def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
     two = Two()
     sampler = two.begun()
     future = sampler.start_many(LONG[:1])[0]
-    with pytest.raises(RolloutError, match="not as the leader's"):
+    with pytest.raises(RolloutError, match="differs from the leader's"):
         two.follower.result(WAIT_S)
     with pytest.raises(Exception, match=r"process 1 has failed|closed before"):
         sampler.generate(LONG[:1])
@@ -136,4 +136,4 @@ def test_a_follower_that_must_go_asks_the_leader_to_leave():
         while not two.asked:
             sampler.generate(LONG[:1])
     two.follower.result(WAIT_S)
-    assert two.asked == ["a process of the sampler was told to go"] and not two.lost
+    assert two.asked == ["a process of the sampler was asked to leave"] and not two.lost

@@ -185,4 +185,4 @@ def test_when_a_process_is_killed_the_others_end_and_say_why(tmp_path, killed):
     code, output = ended(processes, timeout_s=20)[1 - killed]
     assert code != 0
     # JAX's own client may notice first that the coordinator, in process 0, is gone
-    assert "the sampler ends, all processes of it: lost" in output or not killed, output[-4000:]
+    assert "the sampler ends with all its processes: lost" in output or not killed, output[-4000:]

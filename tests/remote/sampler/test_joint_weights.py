@@ -14,7 +14,7 @@ from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.remote.sampler.follower import taken_version
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay, forget_version
-from jaxrl_async.remote.wire.messages import GivenUp, JointRound, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import GivenUpRequest, JointRound, Live, Offer, Staged, Torn
 from jaxrl_async.types import VersionedParams
 
 
@@ -113,7 +113,7 @@ class World:
         self.newest, self.failures, self.lives = -1, 0, []
         for number, (_, b) in enumerate(lines, start=1):
             forget = self.sources[number]
-            b.on(GivenUp, lambda order, source=forget: forget_version(source, order.version))
+            b.on(GivenUpRequest, lambda order, source=forget: forget_version(source, order.version))
             b.on(JointRound, lambda order, n=number: self.orders[n - 1].append(order.version))
         self.trainer.on(Staged, lambda message: None)
         self.trainer.on(Live, lambda message: self.lives.append(message.version))
@@ -195,7 +195,7 @@ def test_fuzz_all_processes_take_the_same_versions_and_the_newest_at_last(
 def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
     a, _ = line()
     source = Source(a)
-    with pytest.raises(WeightsError, match=r"takes weights of version 3.*has nothing new"):
+    with pytest.raises(WeightsError, match=r"uses weights of version 3.*has nothing new"):
         taken_version(source, 3)
     source.staged = VersionedParams(version=2, params=None)
     with pytest.raises(WeightsError, match="has version 2"):
@@ -203,5 +203,5 @@ def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
 
 
 def test_the_processes_of_a_sampler_have_no_successors():
-    with pytest.raises(Closed, match="start them again"):
+    with pytest.raises(Closed, match="restart them"):
         World(1, 0).joint.rejoin()

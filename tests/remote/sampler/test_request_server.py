@@ -206,7 +206,7 @@ def test_saved_requests_are_continued(served, expected):
 
 def test_an_id_that_is_in_use_ends_the_session(served):
     served.ask(Start(requests=wishes(1) * 2))
-    assert served.server.over.wait(5) and "running already" in served.server.reason
+    assert served.server.over.wait(5) and "already running" in served.server.reason
 
 
 class OneUpdate:

@@ -80,7 +80,7 @@ def test_one_that_is_read_here_is_taken_if_it_is_the_trainers(offered: Any) -> N
 
 def test_what_cannot_be_is_said(offered: Any) -> None:
     where, make = offered
-    with pytest.raises(WeightsError, match="does not say where the weights are"):
+    with pytest.raises(WeightsError, match="without its base weights"):
         bring(make(), {})
     with pytest.raises(WeightsError, match="offers weights of layout other"):
         bring(make(), {"base": {**where["base"], "layout": "other"}})

@@ -90,7 +90,7 @@ def test_pieces_that_do_not_come_are_fetched_over_tcp_and_it_is_counted(
     got = fetching.fetch(2, where, [trainer.address], threading.Event())
     assert same_bits(got.params, tree)
     assert fetching.counts["without_device"] == before + 1
-    assert "nothing came for 0.5 s; they are fetched over TCP" in caplog.text
+    assert "nothing arrived for 0.5 s; fetching them over TCP" in caplog.text
     monkeypatch.undo()
     trainer.withdraw(2)
     where = trainer.offer(3, on_trainer(tree))
@@ -173,7 +173,7 @@ def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
     got = fetching.fetch(21, where, [trainer.address], threading.Event())
     assert same_bits(got.params, tree) and got.compared and got.fallbacks == 1
     assert fetching.counts["without_device"] == before + 1
-    assert "pieces arrived changed, first of" in caplog.text
+    assert "pieces arrived corrupted, first of" in caplog.text
     trainer.withdraw(21)
 
 
@@ -195,7 +195,7 @@ def test_weights_that_change_between_host_and_device_are_found_there(
         return placed
 
     monkeypatch.setattr(fetching, "_on_devices", torn)
-    with pytest.raises(WeightsError, match="differs from what is on the trainer's devices"):
+    with pytest.raises(WeightsError, match="differs from the trainer's arrays"):
         fetching.fetch(22, where, [trainer.address], threading.Event())
     monkeypatch.undo()
     assert same_bits(fetching.fetch(22, where, [trainer.address], threading.Event()).params, tree)
@@ -271,7 +271,7 @@ def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, ca
         used.append(offering.counts.get("published", 0) - published)
         offering.withdraw(version)
     assert used[:4] == [1, 1, 0, 0] and used[4] == used[5]
-    assert "from now on (auto); GB/s were" in caplog.text
+    assert "from now on (auto); measured GB/s" in caplog.text
     fetching.close()
     offering.close()
 
@@ -456,7 +456,7 @@ def test_offers_whose_checksums_are_of_different_kinds_are_not_merged(trainer):
     other = make_offering(RemoteSection(transfer="tcp"), run="other")
     params = on_trainer(host_tree())
     offers = [one.offer(25, params) for one in (trainer, other)]
-    with pytest.raises(WeightsError, match="some from host memory"):
+    with pytest.raises(WeightsError, match="others in host memory"):
         merged_offers(offers)
     assert merged_offers([offers[0], offers[0]])["holders"][1]["on_devices"] is True
     other.close()

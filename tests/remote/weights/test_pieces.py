@@ -153,7 +153,7 @@ def test_a_trainer_over_several_processes_offers_its_parts_together(offered):
     assert same_bits(got.params, tree)
     parts[1]["holders"][0]["shards"][0][2] += 1
     whole = merged_offers([*parts[:1], *parts[2:], parts[1]])
-    with pytest.raises(WeightsError, match="differ from what was sent after 2 repeats"):
+    with pytest.raises(WeightsError, match="differ from the trainer's after 2 repeats"):
         fetching.fetch(3, whole, [offering.address], threading.Event())
     fetching.close()
     offering.withdraw(3)

@@ -156,7 +156,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         good.draw_from(1)
         side.channel.wait_live(1, 30)
         eventually(lambda: bad.pair.sampler.ended)  # it hears of that later than the trainer
-        assert "did not reach bad in 3 tries" in bad.pair.sampler.ended
+        assert "did not reach bad in 3 attempts" in bad.pair.sampler.ended
         assert "the line is broken" in bad.pair.sampler.ended
         assert side.counted() == {
             "torn_transfers": 3, "transfer_retries": 3, "transfers_given_up": 1
@@ -198,7 +198,7 @@ def test_one_that_claims_what_it_cannot_have_is_cut_off():
         honest, liar = side.join("honest").begin(), side.join("liar").begin()
         liar.pair.sampler.send(Live(version=999))
         eventually(lambda: liar.pair.trainer.ended)
-        assert "draws from version 999" in liar.pair.trainer.ended
+        assert "generates with version 999" in liar.pair.trainer.ended
         other = side.join("other")
         other.pair.sampler.send(Staged(version=5, num_bytes=1, seconds=0.0, source=""))
         eventually(lambda: other.pair.trainer.ended)

@@ -149,7 +149,7 @@ def test_files_of_a_killed_process_are_deleted_and_those_of_the_living_are_not()
 
 def test_a_file_elsewhere_or_of_another_size_is_not_mapped(tmp_path):
     reader = SharedReader()
-    with pytest.raises(WeightsError, match="no file of weights"):
+    with pytest.raises(WeightsError, match="not a weights file"):
         reader._file("/etc/passwd", 10)
     with pytest.raises(WeightsError, match="cannot be read"):
         reader._file(f"{FOLDER}/{PREFIX}none", 10)

@@ -101,9 +101,9 @@ def test_a_handler_that_raises_ends_it_and_gets_no_more(pair: SessionPair) -> No
     pair.sampler.on_end(told.put)
     for version in range(3):
         pair.sampler.send(Live(version=version))
-    assert told.get(timeout=WAIT_S) == "Live could not be handled: too much"
+    assert told.get(timeout=WAIT_S) == "handling of a Live failed: too much"
     pair.trainer.on_end(told.put)
-    assert told.get(timeout=WAIT_S) == "Live could not be handled: too much"
+    assert told.get(timeout=WAIT_S) == "handling of a Live failed: too much"
     assert calls == [0]
 
 
@@ -119,7 +119,7 @@ def test_a_reader_that_takes_nothing_is_given_up() -> None:
 
 
 def test_what_is_no_message_or_too_large_is_refused_at_the_sender(pair: SessionPair) -> None:
-    with pytest.raises(TypeError, match="no message"):
+    with pytest.raises(TypeError, match="not a message"):
         pair.sampler.send({"a": 1})
     with pytest.raises(ConfigError, match=r"remote\.max_message_mib"):
         pair.sampler.send(Answers(completions=(completion(1_000_000),)))
@@ -150,7 +150,7 @@ def test_a_second_handler_of_a_kind_is_a_mistake(pair: SessionPair) -> None:
     pair.trainer.on(Beat, lambda m: None)
     with pytest.raises(ValueError, match="Beat has a handler already"):
         pair.trainer.on(Beat, lambda m: None)
-    with pytest.raises(ValueError, match="is no message"):
+    with pytest.raises(ValueError, match="is not a message"):
         pair.trainer.on(Completion, lambda m: None)
     assert Died(error="x") == Died(error="x")
 

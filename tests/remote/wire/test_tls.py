@@ -173,8 +173,8 @@ def test_files_that_are_missing_or_do_not_go_together_are_named(folder: Path) ->
         read_tls(RemoteSection(tls_certificate=ours))
     for key, problem in (
         (str(folder / "none.pem"), r"remote\.tls_key=.* cannot be read: No such file"),
-        (__file__, "is no PEM file"),
-        (str(folder / "theirs.key"), "do not go together"),
+        (__file__, "is not a PEM file"),
+        (str(folder / "theirs.key"), "do not match"),
     ):
         with pytest.raises(ConfigError, match=problem):
             read_tls(RemoteSection(tls_certificate=ours, tls_key=key, tls_authority=ours))

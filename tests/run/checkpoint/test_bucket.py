@@ -405,7 +405,7 @@ def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_pat
     ],
 )
 def test_what_a_run_keeps_beside_its_checkpoints_is_refused_by_name(words, named):
-    with pytest.raises(ConfigError, match=rf"checkpoint\.dir does not go with {named}:"):
+    with pytest.raises(ConfigError, match=rf"checkpoint\.dir does not work with {named}:"):
         load(CONFIGS / "addition.yaml", [*words, "checkpoint.dir=gs://bucket/x"])
 
 
