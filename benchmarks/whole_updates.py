@@ -40,7 +40,8 @@ from jaxrl_async.run.builders.samplers import (
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
+from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import (
     Completion,
     Episode,
@@ -195,8 +196,7 @@ def run(work: Work) -> None:
         publisher=channel,
         outlets=Outlets(
             evaluate=dict,
-            report=watch.report,
-            begin_report=lambda *step: lambda more: watch.report(*step),
+            report=lambda *step: lambda more: watch.report(*step),
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),

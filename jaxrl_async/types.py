@@ -10,9 +10,9 @@ that computed the logits from which it was sampled.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ Message = Mapping[str, Any]
 
 NOT_DRAWN = -1
 """Version of a token that the policy did not generate (prompt, tool reply, padding)."""
+MAX_STOP_TOKENS = 8
+"""Maximum stop tokens of one request."""
 
 
 class StopReason(StrEnum):
@@ -123,23 +125,21 @@ class KeptTokens:
         """Return the ids from which generated token number `token` was sampled."""
         return self.ids[self.starts[token] : self.starts[token + 1]]
 
+    def first(self, count: int) -> "KeptTokens":
+        """Return the masks of the first `count` drawn tokens."""
+        return KeptTokens(ids=self.ids[: self.starts[count]], starts=self.starts[: count + 1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """The tokens that the sampler generated for one request.
+class TokenRecord:
+    """The tokens that a sampler generated for one request, with what it recorded for each.
 
-    Generated: A A B; the weights changed from version 7 to 9 before B's logits were computed:
-        token_ids = [A A B]   logprobs = [a a b]   versions = [7 7 9]
+    Another value for each token is one more field here: `columns` and `first` carry all of them.
     """
 
-    request_id: str
     token_ids: IntArray  # [drawn] int32, the stop token included
     logprobs: FloatArray  # [drawn] float32, under the sampling distribution; NaN: not reported
     versions: IntArray  # [drawn] int32, policy version of the logits; never decreases
-    stop: StopReason
-    queued_s: float = 0.0  # submit to prefill, seconds
-    first_token_s: float = 0.0  # submit to the first token on the host, seconds
-    latency_s: float = 0.0  # submit to finish, seconds
     full_logprobs: FloatArray | None = None  # [drawn] under the full distribution at temperature 1
     kept: KeptTokens | None = None  # the tokens that top-k, top-p or min-p allowed
     # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts of
@@ -148,20 +148,56 @@ class Completion:
     # sampler runs without keep_routing
     expert_ids: ExpertIds | None = None
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether it has the values that Request.extras asks for."""
+        return self.full_logprobs is not None and self.kept is not None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """These fields by name, for another record of the same tokens."""
+        return {name: getattr(self, name) for name in TOKEN_COLUMNS}
+
+    def first(self, count: int, prompt: int) -> Self:
+        """Return the record of the first `count` tokens, which follow `prompt` others."""
+        full, kept, experts = self.full_logprobs, self.kept, self.expert_ids
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            full_logprobs=None if full is None else full[:count],
+            kept=None if kept is None else kept.first(count),
+            expert_ids=None if experts is None else experts[: max(prompt + count - 1, 0)],
+        )
+
+
+TOKEN_COLUMNS = tuple(column.name for column in fields(TokenRecord))
+"""Names of the fields of TokenRecord."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
+class Completion(TokenRecord):
+    """The tokens that the sampler generated for one request.
+
+    Generated: A A B; the weights changed from version 7 to 9 before B's logits were computed:
+        token_ids = [A A B]   logprobs = [a a b]   versions = [7 7 9]
+    """
+
+    request_id: str
+    stop: StopReason
+    queued_s: float = 0.0  # submit to prefill, seconds
+    first_token_s: float = 0.0  # submit to the first token on the host, seconds
+    latency_s: float = 0.0  # submit to finish, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial(TokenRecord):
     """A running request as data, with all that a sampler needs to continue it with the same
     tokens."""
 
     request: Request
-    token_ids: IntArray  # [drawn] int32
-    logprobs: FloatArray  # [drawn] float32
-    versions: IntArray  # [drawn] int32
     seed: int  # of the sampler that generated the tokens
-    full_logprobs: FloatArray | None = None  # as in Completion
-    kept: KeptTokens | None = None
-    expert_ids: ExpertIds | None = None  # as in Completion
     kv: FloatArray | None = None
     """[layers, 2, tokens, kv_heads, head_dim], of prompt and generated tokens; with latent
     attention

@@ -57,7 +57,13 @@ def _class(name: str, kind: type) -> str:
 
 
 def _fields(kind: type) -> list[str]:
-    """Return a dataclass' fields as its source has them, with their comments."""
+    """Return a dataclass' fields, inherited ones first, as the source has them."""
+    bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
+    return [field for base in bases for field in _own_fields(base)]
+
+
+def _own_fields(kind: type) -> list[str]:
+    """Return the fields that a class declares, with their comments."""
     source = textwrap.dedent(inspect.getsource(kind))
     (tree,) = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)

@@ -94,13 +94,8 @@ class GrowingAnswer:
 def _as_completion(partial: Partial) -> Completion:
     return Completion(
         request_id=partial.request.request_id,
-        token_ids=partial.token_ids,
-        logprobs=partial.logprobs,
-        versions=partial.versions,
         stop=StopReason.EOS,
-        full_logprobs=partial.full_logprobs,
-        kept=partial.kept,
-        expert_ids=partial.expert_ids,
+        **partial.columns,
     )
 
 

@@ -11,9 +11,8 @@ from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.request_checks import (
     LARGEST,
     LEAST_TEMPERATURE,
-    MAX_STOP_TOKENS,
 )
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import MAX_STOP_TOKENS, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
 """Error code for a prompt that leaves no room for an answer, as in OpenAI's API."""

@@ -27,7 +27,7 @@ from jaxrl_async.interop.jetstream import engine_api
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.weights import FIXED_WEIGHTS, WeightSource
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, AnyFuture, Waiter, resolve

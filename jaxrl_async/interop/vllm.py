@@ -26,7 +26,7 @@ from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
 from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.ports.weights import WeightSource
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.sampler.request_checks import Room, checked_request

@@ -48,7 +48,8 @@ from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.pair_credit import pair_columns
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def trainer_programs(
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
     micro = micro_batch(config, spec, step)
-    programs = step.lower(params, micro, context, frozen)
+    programs = step.programs.lower(params, micro, context, frozen)
     if own_passes(config):
         settings = learning(config, places.slices)
         own = LogprobPass(spec, settings, temperature=config.sampler.temperature)
@@ -235,7 +236,7 @@ def micro_batch(
         name: jax.ShapeDtypeStruct(
             (*shape, *of_token.get(name, ())),
             dtypes[name],
-            sharding=step.batch_sharding,
+            sharding=step.programs.batch_sharding,
         )
         for name in names
     }

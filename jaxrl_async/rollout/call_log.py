@@ -25,7 +25,6 @@ from jaxrl_async.types import (
     Episode,
     FloatArray,
     IntArray,
-    KeptTokens,
     StopReason,
 )
 
@@ -188,17 +187,4 @@ def cut_completion(completion: Completion, count: int, prompt: int) -> Completio
 
     prompt: number of tokens before them.
     """
-    kept, experts = completion.kept, completion.expert_ids
-    if kept is not None:
-        kept = KeptTokens(ids=kept.ids[: kept.starts[count]], starts=kept.starts[: count + 1])
-    full = completion.full_logprobs
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        versions=completion.versions[:count],
-        stop=StopReason.EOS,
-        full_logprobs=None if full is None else full[:count],
-        kept=kept,
-        expert_ids=None if experts is None else experts[: max(prompt + count - 1, 0)],
-    )
+    return replace(completion.first(count, prompt), stop=StopReason.EOS)

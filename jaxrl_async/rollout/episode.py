@@ -421,7 +421,7 @@ def resumed_request(
         and partial.seed == seed
         and len(partial.token_ids) < request.max_new_tokens
         and np.array_equal(partial.request.token_ids, request.token_ids)
-        and (not request.extras or partial.full_logprobs is not None)
+        and (not request.extras or partial.has_extras)
         and (not limits.keep_routing or partial.expert_ids is not None)
     )
     return replace(partial, request=request) if fits and partial is not None else request

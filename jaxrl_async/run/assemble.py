@@ -16,6 +16,7 @@ from pathlib import Path
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
@@ -189,7 +190,7 @@ def connect(
     trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
     config = with_shared_prefixes(begun.config, policy, trainers, images=images)
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
-    sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
+    sampling, turn = (None, NO_DEVICE_LOCK) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(

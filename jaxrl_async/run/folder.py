@@ -169,7 +169,7 @@ def look(run: RunSection) -> Paths:
     """Return the run's paths if a run may be started or resumed there; nothing is changed.
 
     Raises ConfigError if the folder holds a run and neither run.resume nor run.overwrite is set, if
-    both are, if there is no run to resume, or if a link leads out of the folder.
+    there is no run to resume, or if a link leads out of the folder.
     """
     paths = Paths(Path(run.dir) / run.name)
     if run.resume:

@@ -81,7 +81,8 @@ from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.update import Frozen, TrainState, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, TrainState
 
 log = logging.getLogger(__name__)
 

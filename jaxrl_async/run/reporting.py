@@ -43,7 +43,7 @@ from jaxrl_async.run.replay.player import OrderedPrompts
 from jaxrl_async.run.shown_contexts import contexts_of
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
-from jaxrl_async.trainer.async_evaluation import Finish
+from jaxrl_async.trainer.outlets import Finish
 from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
 from jaxrl_async.types import (
     CORRECT,
@@ -153,14 +153,11 @@ class StepReporter:
 
     def report(
         self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
-    ) -> None:
-        """Report the step that made this version. groups: trained on in it."""
-        self.begin(version, values, groups)({})
-
-    def begin(
-        self, version: int, values: Mapping[str, float], groups: Sequence[EpisodeGroup]
     ) -> Finish:
-        """Report as `report` without showing; return a function that shows it with more values."""
+        """Report the step that made this version; return what shows it, with further values.
+
+        groups: trained on in the step.
+        """
         values = self.observer.complete(values)
         values |= self._of_prompts(groups)
         values |= unknown_tokens(groups, self.tokenizer) if groups else {}

@@ -111,7 +111,7 @@ def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
                 "the run ends: waiting at most %.0f s for the trainer (%s), which cannot be "
                 "interrupted",
                 longest_s,
-                parts.trainer.doing,
+                parts.trainer.clock.doing,
             )
     _join(thread, longest_s)
 

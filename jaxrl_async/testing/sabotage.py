@@ -95,7 +95,7 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
             fleet = parts.sampler.fleet
             limits = fleet.limits
             fleet.limits = replace(limits, hang_s=notice_s)
-            while fleet.seats[index].at_work:
+            while fleet.slots[index].at_work:
                 time.sleep(0.01)
             fleet.limits = limits
             threading.Event().wait(LONG_S)
@@ -268,14 +268,14 @@ def out_of_memory(hits: Hits) -> Fault:
 
     def fault(parts: Parts) -> None:
         step: Any = parts.trainer.learner._step
-        accumulate = step.accumulate
+        accumulate = step.programs.accumulate
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
 
-        step.accumulate = broken
+        step.programs.accumulate = broken
 
     return fault
 

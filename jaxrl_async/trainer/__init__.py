@@ -1,1 +1,1 @@
-"""The trainer: from groups of episodes to an update of the weights."""
+"""The trainer: groups of episodes become an update of the weights."""

@@ -1,4 +1,4 @@
-"""What a step made of a few of its tokens, for people who read samples."""
+"""Advantages and log-probs of a few of a step's tokens, for the recorded samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from jaxrl_async.trainer.step_data import PackedStep
 from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, PackedBatch
 
 SHOWN_GROUPS, SHOWN_EPISODES = 2, 2
-"""A step's first groups, and the first episodes of each, that are shown."""
+"""Number of a step's first groups, and of the first episodes of each, that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSight:
-    """An episode's tokens as the trainer saw them; in the episode's own order."""
+    """The trainer's values of an episode's tokens, in the episode's order."""
 
     episode: Episode
-    advantages: FloatArray  # [length]; 0 where nothing was learnt
-    logprobs: FloatArray  # [length], by the weights before the step; 0 where a context begins
+    advantages: FloatArray  # [length]; 0 for untrained tokens
+    logprobs: FloatArray  # [length], of the weights before the step; 0 where a context begins
 
 
 def shown_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
@@ -33,13 +33,13 @@ def sights_of(
     proximal: FloatArray | None,
     logprobs_of: Callable[[PackedBatch], FloatArray],
 ) -> list[TokenSight]:
-    """Return what a step with advantages made of some episodes; none of one that was left out.
+    """Return the values of some episodes; episodes that the step left out are missing.
 
     Args:
         step: after credit.
         episodes: of its groups.
-        proximal: log-probs of the weights before the step, [rows, length], if they are there.
-        logprobs_of: computes them of a batch; asked for these episodes alone.
+        proximal: log-probs of the weights before the step, [rows, length]; None: not computed.
+        logprobs_of: computes them for a batch; called with these episodes only.
     """
     there = [e for group in step.data.groups for e in group.episodes]
     numbers = [n for n, one in enumerate(there) if any(one is e for e in episodes)]

@@ -185,7 +185,7 @@ GROUPS = (
         (("jax.random.fold_in(key, index)", "key"),),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         (
             "trainer/objectives/test_policy_objective.py::test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing",
         ),
@@ -196,14 +196,14 @@ GROUPS = (
         ),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         (
             "trainer/test_learner.py::test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made",
         ),
         (("self._schedule(state.step if at is None else at)", "self._schedule(state.step)"),),
     ),
     Group(
-        "trainer/update",
+        "trainer/update_programs",
         ("trainer/objectives/test_policy_objective.py::test_learning_rate_zero_moves_nothing",),
         (("lambda p, update: p + rate * update, before", "lambda p, update: p + update, before"),),
     ),
@@ -289,7 +289,7 @@ GROUPS = (
         (
             "sampler/batch/test_host_parts.py::test_masks_are_stored_for_the_requests_that_ask_for_them_alone",
         ),
-        (("if kept is not None and slot in extras", "if kept is not None"),),
+        (("if extras is not None and slot in wanted", "if extras is not None"),),
     ),
     Group(
         "trainer/row_index",
@@ -385,6 +385,19 @@ GROUPS = (
             (
                 "self.version % self._settings.save_every == 0",
                 "self.version % self._settings.save_every == 1",
+            ),
+        ),
+    ),
+    Group(
+        "trainer/evaluation",
+        ("trainer/test_trainer.py",),
+        (
+            ("            report({})\n            raise\n", "            raise\n"),
+            ("        if not self.last:\n", "        if self.last:\n"),
+            ("if not due or self._parts.outlets.should_hurry():", "if not due:"),
+            (
+                "        if self._times.shares_slice:\n",
+                "        if not self._times.shares_slice:\n",
             ),
         ),
     ),
@@ -735,18 +748,23 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/prefix",
+        "sampler/batch/kv_cache",
         ("sampler/batch/test_host_parts.py",),
         (
             ("names = page_names(token_ids[:-1], form", "names = page_names(token_ids, form"),
             ("hashlib.blake2b(chained + content", "hashlib.blake2b(content"),
             ("if self._pages.holders(page) == 1:", "if self._pages.holders(page) >= 1:"),
+            ("if count > len(self._free):", "if count >= len(self._free):"),
+            ("count + spare - self.pages", "count - self.pages"),
+            ("self.release(matched)", "pass"),
         ),
     ),
     Group(
-        "sampler/batch/waiting",
-        ("sampler/batch/test_waiting.py",),
+        "sampler/batch/admission",
+        ("sampler/batch/test_host_parts.py", "sampler/batch/test_waiting.py"),
         (
+            ("load.running >= limit.requests", "load.running > limit.requests"),
+            ("load.used_share > HIGH", "load.used_share < HIGH"),
             ("self._in_a_row >= self._most", "self._in_a_row > self._most"),
             ("self._in_a_row + 1 if passes else 0", "self._in_a_row + 1"),
             ("reversed([*before, *those])", "reversed([*those, *before])"),
@@ -762,14 +780,6 @@ GROUPS = (
             ("count = min(total - start, budget)", "count = min(total, budget)"),
             ("power * 3 // 4 if power >= 4 and", "power * 3 // 4 if power > 4 and"),
             ("if 2 * there > b)", "if there > b)"),
-        ),
-    ),
-    Group(
-        "sampler/batch/concurrency",
-        ("sampler/batch/test_host_parts.py",),
-        (
-            ("load.running >= limit.requests", "load.running > limit.requests"),
-            ("load.used_share > HIGH", "load.used_share < HIGH"),
         ),
     ),
     Group(
@@ -801,11 +811,6 @@ GROUPS = (
             ("budget_bytes - places_bytes - states", "budget_bytes - states"),
             ("token_bytes * layout.arrays * page_tokens", "token_bytes * page_tokens"),
         ),
-    ),
-    Group(
-        "sampler/batch/pages",
-        ("sampler/batch/test_host_parts.py",),
-        (("if count > len(self._free):", "if count >= len(self._free):"),),
     ),
     Group(
         "data/curriculum",

@@ -49,13 +49,13 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyObjective,
     policy_update,
 )
-from jaxrl_async.trainer.update import (
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import (
     NOTHING_FROZEN,
     PROBE_LENGTH,
     Frozen,
     GradSum,
     TrainState,
-    Update,
 )
 
 ROW = 512
@@ -213,7 +213,7 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
     """Compile the gradient of one micro-batch, in half of the time: its kernels are what counts."""
     mesh = step.settings.mesh
     scalar = partial(array, mesh, ())
-    spec = step.batch_sharding.spec
+    spec = step.programs.batch_sharding.spec
     batch = DeviceBatch(
         **{
             name: array(mesh, (step.micro_rows, ROW), jnp.dtype(COLUMNS[name].dtype), *spec)
@@ -223,7 +223,7 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
     )
     jax.config.update("jax_exec_time_optimization_effort", -1.0)
     found = compiled(
-        step.accumulate,
+        step.programs.accumulate,
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,
@@ -238,8 +238,8 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     """AdamW's step on all chips, and what it holds beside its temporaries."""
     mesh = mesh_of(fsdp=16)
     step, params = policy_step(mesh, offload=offload)
-    of_state = step.state_shardings
-    moments = jax.eval_shape(step._optimizer.init, params)
+    of_state = step.programs.state_shardings
+    moments = jax.eval_shape(step.programs._optimizer.init, params)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moments, of_state.opt_state
     )
@@ -247,7 +247,9 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     state = TrainState(params, placed, scalar(jnp.int32))
     sums = GradSum(params, scalar(jnp.float32))
     tried = array(mesh, (PROBE_LENGTH,), jnp.int32)
-    memory = step.apply.lower(state, sums, NOTHING_FROZEN, tried).compile().memory_analysis()
+    memory = (
+        step.programs.apply.lower(state, sums, NOTHING_FROZEN, tried).compile().memory_analysis()
+    )
     return {
         "moment_bytes": 2 * sum(x.size * 4 for x in jax.tree.leaves(params)) // mesh.size,
         "device_bytes": memory.argument_size_in_bytes,

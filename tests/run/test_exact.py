@@ -32,7 +32,8 @@ from jaxrl_async.trainer.objectives.policy_objective import (
 )
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.token_columns import SamplerColumns
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
@@ -151,7 +152,7 @@ def update(
     step: Update[PolicyObjective], params: Any, batch: PackedBatch
 ) -> tuple[dict[str, float], Any]:
     """Report and new weights of one update, with a KL to the weights that it starts from."""
-    reference = jax.device_put(params, step.state_shardings.params)
+    reference = jax.device_put(params, step.programs.state_shardings.params)
     state, stats = step.update(step.init(params), PolicyData(batch), Frozen(reference))
     return stats, jax.tree.map(np.array, state.params)
 

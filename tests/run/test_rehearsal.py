@@ -17,7 +17,7 @@ from jaxrl_async.run.builders import rehearsal
 from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
 from jaxrl_async.run.builders.samplers import asked_mixes
 from jaxrl_async.run.loop import train
-from jaxrl_async.sampler.compiling import CompilingAhead
+from jaxrl_async.sampler.compile_ahead import CompilingAhead
 from jaxrl_async.sampler.device import engine
 from jaxrl_async.sampler.device.engine import Programs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec

@@ -22,7 +22,7 @@ from jaxrl_async.model.decoder import TokenRows, init_params, init_table
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.sampler.adapter_sources import AdapterChange
 from jaxrl_async.sampler.adapters import AdapterChanges
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.probe import Probe
@@ -266,7 +266,7 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
     settings = SamplerSettings(adapters=ROOM)
     with pytest.raises(ConfigError, match="base that never changes"):
         Sampler((SPEC, PARAMS), section=SECTION, settings=settings, weights=_changing())
-    with pytest.raises(ConfigError, match="takes a policy without one"):
+    with pytest.raises(ConfigError, match="takes a policy without an adapter"):
         Sampler((SPEC, joined(one[0], PARAMS, one[1])), section=SECTION, settings=settings)
 
 

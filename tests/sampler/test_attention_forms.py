@@ -25,8 +25,8 @@ from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill, shapes
-from jaxrl_async.sampler.batch.compile_ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
+from jaxrl_async.sampler.compile_ahead import compile_all
 from jaxrl_async.sampler.device import decode
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix

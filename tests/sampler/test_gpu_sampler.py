@@ -17,8 +17,8 @@ from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.compile_ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
+from jaxrl_async.sampler.compile_ahead import compile_all
 from jaxrl_async.sampler.device import decode, prefilling
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec

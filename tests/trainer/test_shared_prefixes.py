@@ -20,7 +20,8 @@ from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.flops import forward_flops, num_matmul_params
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import policy_update

@@ -18,7 +18,7 @@ from jaxrl_async.sampler.request_checks import (
     num_wanted,
 )
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.types import Completion, Partial, Request, StopReason
+from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
 
 LONGEST_TEXT = 2000
 """Maximum length of an error's text, characters; the rest is dropped."""
@@ -57,22 +57,12 @@ def checked_completion(
     for field in ("queued_s", "first_token_s", "latency_s"):
         if not _is_count(getattr(completion, field)):
             raise RolloutError(f"{name}: {field} is not a non-negative number.")
-    drawn = Partial(
-        request=request,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        seed=0,
-        full_logprobs=completion.full_logprobs,
-        kept=completion.kept,
-        expert_ids=completion.expert_ids,
-    )
-    full: Any = drawn.full_logprobs
+    full: Any = completion.full_logprobs
     if full is not None and not _is_column(full, np.float32, count):
         raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
-    check_masks(name, drawn, request, count)
-    _check_drawable(name, drawn, room)
-    check_expert_ids(name, drawn, len(request.token_ids) + count - 1, room)
+    check_masks(name, completion, request, count)
+    _check_drawable(name, completion, room)
+    check_expert_ids(name, completion, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
 
 
@@ -166,7 +156,7 @@ def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, o
             )
 
 
-def _check_drawable(name: str, drawn: Partial, room: Room) -> None:
+def _check_drawable(name: str, drawn: TokenRecord, room: Room) -> None:
     """Raise RolloutError unless each token is among the tokens that its sampling mask kept."""
     kept = drawn.kept
     if kept is None:

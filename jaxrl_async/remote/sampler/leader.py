@@ -82,7 +82,7 @@ def state_hash(batch: Batch) -> int:
     slots = batch.slots
     last = np.maximum(slots.drawn - 1, 0)
     arrays = (slots.lengths, slots.drawn, slots.tokens[np.arange(len(last)), last])
-    text = f"{batch.version} {len(batch.queue)} {batch.pages.num_free} {[*batch.placed]}"
+    text = f"{batch.version} {len(batch.queue)} {batch.cache.pages.num_free} {[*batch.placed]}"
     value = zlib.crc32(text.encode())
     for array in arrays:
         value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)

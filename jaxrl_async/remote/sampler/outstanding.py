@@ -16,7 +16,7 @@ from typing import Any
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.answer_checks import checked_text
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY
 from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request

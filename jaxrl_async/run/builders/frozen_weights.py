@@ -15,7 +15,7 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.run.builders.initial_policy import check_lengths, load_policy
-from jaxrl_async.trainer.learner import copied
+from jaxrl_async.trainer.frozen_models import copied
 
 log = logging.getLogger(__name__)
 

@@ -134,8 +134,8 @@ def reading(
     program_s = inputs.play.oldest_s()
     return Reading(
         version=trainer.version,
-        trainer=trainer.doing,
-        trainer_s=time.perf_counter() - trainer.since,
+        trainer=trainer.clock.doing,
+        trainer_s=time.perf_counter() - trainer.clock.since,
         blocks=of_samplers.blocks + of_samplers.prefill_tokens,
         requests=router.num_waiting,
         living=router.living,

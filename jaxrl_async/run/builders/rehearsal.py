@@ -26,7 +26,7 @@ from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
-from jaxrl_async.sampler.compiling import compile_for
+from jaxrl_async.sampler.compile_ahead import compile_for
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams

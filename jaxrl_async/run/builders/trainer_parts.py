@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
 from jaxrl_async.rollout.evaluate import EvalEffort
@@ -17,7 +18,8 @@ from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.reporting import Evaluation, StepReporter
 from jaxrl_async.run.shown_answers import answers_writer
 from jaxrl_async.trainer.learner import Learner
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
+from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ def make_trainer(
     outlets: Outlets,
     lockstep: Lockstep,
     root: Path,
-    turn: Lock | None = None,
+    turn: Lock = NO_DEVICE_LOCK,
 ) -> Trainer:
     """Make the trainer: it takes groups from the rollout side and publishes to its samplers.
 
@@ -46,7 +48,7 @@ def make_trainer(
         settings=TrainerSettings(
             total_steps=config.run.steps,
             eval_every=config.eval.every,
-            eval_beside=_evaluates_beside(config, lockstep),
+            eval_async=_evaluates_beside(config, lockstep),
             save_every=config.checkpoint.every,
             max_skipped_steps=config.trainer.max_skipped_steps,
             pacing=make_pacing(config),
@@ -157,7 +159,6 @@ def make_outlets(
     return Outlets(
         evaluate=evaluation.run,
         report=reporter.report,
-        begin_report=reporter.begin,
         save=saver.save,
         should_stop=stop.is_set,
         should_hurry=lambda: stop.preempted,

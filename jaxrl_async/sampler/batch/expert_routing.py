@@ -1,8 +1,8 @@
-"""Which experts each token in the pages was routed to: a mirror of the KV cache. Pure host code.
+"""The experts that each token in the pages was routed to: a mirror of the KV cache. Pure host code.
 
-Expert ids are kept where the KV that the experts made is kept, so that a request that shares,
-copies or finds pages again (groups, forks, later turns, the prefix store) finds their experts there
-too: in the pages of the first group of layers, which has those of all tokens.
+Expert ids are stored by page, like the KV that the experts computed. A request that shares, copies
+or reuses pages (groups, forks, later turns, the prefix store) therefore has their experts, too. Ids
+are in the pages of the first group of layers, which covers all tokens.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxrl_async.types import ExpertIds, IntArray, Partial
 
 
 class _Pending(NamedTuple):
-    """Expert ids that a running program will return, and the cells that they belong to."""
+    """Expert ids that a running program will return, and their cells."""
 
     routes: Any  # [n, layers, k] on the device
     pages: IntArray  # [n]; a page beyond the last is padding
@@ -25,8 +25,8 @@ class _Pending(NamedTuple):
 
 
 class Routes:
-    """Expert ids of every token in the pages: layers * k of them a token, a few thousandths of its
-    KV. Changed by the thread that changes the batch."""
+    """Expert ids of every token in the pages: layers * k ids a token, a few thousandths of its KV.
+    Changed only by the sampler's thread."""
 
     def __init__(
         self, pages: int, page_tokens: int, *, layers: int, chosen: int, dtype: Any
@@ -37,8 +37,8 @@ class Routes:
     def expect(
         self, routes: Any, pages: IntArray, offsets: IntArray, sources: IntArray, targets: IntArray
     ) -> None:
-        """Note a prefill's expert ids, still on the device: they are fetched when first needed.
-        Pages are copied as the device copies them."""
+        """Register a prefill's expert ids, which are on the device: they are fetched when first
+        needed. Pages are copied as the device copies them."""
         self._pending.append(_Pending(routes, pages, offsets, sources, targets))
 
     def put(self, routes: ExpertIds, pages: IntArray, offsets: IntArray) -> None:
@@ -47,7 +47,7 @@ class Routes:
         self._by_page[pages, offsets] = routes
 
     def take(self, routes: Any, owners: IntArray, spans: Sequence[Span], into: Slots) -> None:
-        """Write the expert ids [R, block, layers, k] of a block where its tokens' KV was written.
+        """Write the expert ids [R, block, layers, k] of a block to the cells of its tokens' KV.
 
         Args:
             routes: the block's.
@@ -59,12 +59,12 @@ class Routes:
         for span in spans:
             length = int(into.lengths[span.slot])
             where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
-            G = into.form.page_tokens
+            G = into.cache.form.page_tokens
             cells = into.tables[span.slot, 0, where // G], where % G
             self.put(routes[owners == span.slot], *cells)
 
     def cover(self, saved: Partial) -> bool:
-        """Return whether a saved request has the experts of all tokens whose KV it has."""
+        """Return whether a saved request has the experts of all tokens with KV."""
         tokens = len(saved.request.token_ids) + len(saved.token_ids) - 1
         return saved.expert_ids is not None and len(saved.expert_ids) == tokens
 
@@ -76,8 +76,8 @@ class Routes:
     def of_request(self, pages: IntArray, tokens: int, saved: Partial | None) -> ExpertIds | None:
         """Return [tokens, layers, k] of the first tokens in these pages; a copy.
 
-        saved: the request before it left the device. Its ids stay: they are of the passes that drew
-        its tokens, not of the passes that computed its KV again.
+        saved: the request before it left the device. Its ids are kept: they are of the passes that
+        sampled its tokens, not of the passes that recomputed its KV.
         """
         self._fetch()
         flat = self._by_page[pages].reshape(-1, *self._by_page.shape[2:])
@@ -87,7 +87,7 @@ class Routes:
         return experts
 
     def _fetch(self) -> None:
-        """Wait for the pending prefills, in their order: a page may have changed hands since."""
+        """Wait for the pending prefills, in order: a page may have a new owner since."""
         pending, self._pending = self._pending, []
         count = len(self._by_page)
         for one in pending:
@@ -97,20 +97,20 @@ class Routes:
 
 
 class NoRoutes:
-    """Routes of an engine that does not return them: keeps nothing, misses nothing."""
+    """Expert ids of an engine that does not return them: stores nothing."""
 
     def expect(self, *_: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def take(self, *_: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def cover(self, _: Partial) -> bool:
         """Return True: no expert ids are needed."""
         return True
 
     def restore(self, *_: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def of_request(self, *_: Any) -> None:
-        """Return None: no expert ids are known."""
+        """Return None: expert ids are unknown."""

@@ -1,5 +1,5 @@
-"""What becomes of a batch's requests: taken out with their tokens, saved as data, given up. Used by
-the sampler's thread alone, between two blocks."""
+"""Take requests out of a batch: ended, saved as data, or cancelled. Used only by the sampler's
+thread, between two blocks."""
 
 from dataclasses import replace
 
@@ -7,25 +7,25 @@ import numpy as np
 
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.decoding import kv_of_pages
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
-from jaxrl_async.types import Partial
+from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
+from jaxrl_async.types import Partial, TokenRecord
 
 
-def ended(batch: Batch, running: Running) -> Output:
-    """Take a request out and return its tokens; keep its KV for later turns if one version of the
-    weights, the current one, made all of it."""
+def ended(batch: Batch, running: Running) -> TokenRecord:
+    """Take a request out and return its tokens; keep its KV for later turns if the current version
+    of the weights computed all of it."""
     output = batch.output(running)
     slot, used = running.slot_index, batch.weights.of(running.request)
     if running.kv_version is not None and running.kv_version == used.version:
         whole = np.concatenate([running.request.token_ids, output.token_ids])
-        batch.store.put(whole, batch.slots.tables[slot], used.salt)
+        batch.cache.prefixes.put(whole, batch.slots.tables[slot], used.salt)
     batch.leave(running)
     return output
 
 
 def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
-    """Return a request as data; with_kv: and its KV, if one version of the weights made all of
-    it."""
+    """Return a request as data. with_kv: include its KV, if one version of the weights computed all
+    of it."""
     saved = live_of(stage).as_partial(batch.output(stage), batch.seed)
     if not (with_kv and isinstance(stage, Running) and stage.kv_version is not None):
         return saved
@@ -34,7 +34,7 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
     slot = stage.slot_index
     tokens = int(batch.slots.lengths[slot])
     kv = kv_of_pages(batch.state.kv, batch.slots.tables[slot], tokens, batch.spec)
-    lacks = batch.form.first_pages(tokens).any()
+    lacks = batch.cache.form.first_pages(tokens).any()
     return replace(
         saved,
         kv=kv,
@@ -44,7 +44,7 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
 
 
 def give_up(batch: Batch, stage: Stage) -> None:
-    """Forget a request whose caller gave up; count what it had drawn."""
+    """Drop a request that its caller cancelled; count its sampled tokens."""
     drawn = len(batch.output(stage).token_ids)
     batch.stats = batch.stats.plus(cancelled_tokens=drawn)
     batch.cancel(stage)

@@ -1,7 +1,7 @@
-"""New weights in a batch, of the base or of one adapter, and what becomes of running requests.
+"""New weights in a batch, of the base or of one adapter, and their effect on running requests.
 
-Their tokens stay (continue, recompute) or are discarded (restart); the KV stays, or is made again.
-Used by the sampler's thread alone, between two blocks.
+Sampled tokens stay (continue, recompute) or are discarded (restart); the KV stays or is recomputed.
+Used only by the sampler's thread, between two blocks.
 """
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
@@ -11,7 +11,7 @@ from jaxrl_async.sampler.batch.sequence import Placed, Prefilling, Running
 
 def new_version(batch: Batch, version: int) -> None:
     """Use this version of the base from now on; KV of earlier versions is no longer shared."""
-    batch.store.clear()
+    batch.cache.prefixes.clear()
     batch.weights.base = PlacedAdapter(version=version)
     _renew(batch, "", version)
 
@@ -20,14 +20,14 @@ def new_adapter(batch: Batch, new: PlacedAdapter) -> None:
     """Use this version of an adapter from now on; KV of its earlier one is no longer shared."""
     before = batch.weights.adapters.loaded.get(new.name)
     if before is not None:
-        batch.store.forget(before.salt)
+        batch.cache.prefixes.forget(before.salt)
     batch.weights.adapters.put(new)
     _renew(batch, new.name, new.version)
 
 
 def drop_adapter(batch: Batch, name: str) -> None:
-    """Free the place of an adapter that no request is drawn with."""
-    batch.store.forget(batch.weights.adapters.loaded[name].salt)
+    """Free the place of an adapter that no request uses."""
+    batch.cache.prefixes.forget(batch.weights.adapters.loaded[name].salt)
     batch.weights.adapters.take_out(name)
 
 
@@ -45,13 +45,12 @@ def under_way(batch: Batch, adapter: str = "") -> bool:
 
 
 def placed_of(batch: Batch, adapter: str) -> list[Placed]:
-    """Return the requests with a slot that are drawn with this adapter, oldest first."""
+    """Return the requests with a slot that use this adapter, oldest first."""
     return [p for p in batch.placed.values() if p.request.adapter == adapter]
 
 
 def recompute(batch: Batch, adapter: str = "") -> None:
-    """Have all KV of an adapter's requests computed again by its current weights; drawn tokens
-    stay."""
+    """Recompute all KV of an adapter's requests with its current weights; sampled tokens stay."""
     for placed in placed_of(batch, adapter):
         used = batch.weights.of(placed.request)
         if isinstance(placed, Running):
@@ -74,7 +73,7 @@ def recompute(batch: Batch, adapter: str = "") -> None:
 
 
 def restart(batch: Batch, adapter: str = "") -> None:
-    """Have an adapter's unfinished requests begin again from their prompts, oldest first."""
+    """Restart an adapter's unfinished requests from their prompts, oldest first."""
     begun = placed_of(batch, adapter)
     for placed in begun:
         drawn = len(batch.output(placed).token_ids)

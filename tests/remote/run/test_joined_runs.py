@@ -54,9 +54,9 @@ def test_samplers_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         run.until(lambda: run.faults().get("samplers_cut_off") == 1)
         run.signal("third", signal.SIGINT)
         assert run.code("third") == 0
-        run.until_said("trainer", "no sampler is there")
+        run.until_said("trainer", "no sampler is available")
         run.sample("fourth")
-        run.until_said("trainer", "a sampler is there again")
+        run.until_said("trainer", "a sampler is available again")
         assert run.code("trainer") == 0, run.said("trainer")
         assert run.code("fourth") == 0, "the run is finished"
         counted = run.faults()
@@ -95,7 +95,7 @@ def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
         run.signal("first")
         assert run.code("first") == 75 and run.code("trainer") == 1
         said = run.said("trainer")
-        assert "no sampler is there, and none has joined within 20 s (remote.wait_s)" in said
+        assert "no sampler is available, and none joined within 20 s (remote.wait_s)" in said
         assert "resume" in said and list((run.run / "checkpoints").glob("[0-9]*")), "it is saved"
         saved = run.step
         run.train(*RESUME)

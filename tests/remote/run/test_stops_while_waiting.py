@@ -40,7 +40,7 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
         run.sample("first")
         run.until_said("first", "generating for run")  # the first evaluation begins
         run.signal("first", signal.SIGKILL)
-        run.until_said("trainer", "no sampler is there")
+        run.until_said("trainer", "no sampler is available")
         assert not any("eval/reward" in x for x in run.lines()), "it was still evaluating"
         run.signal("trainer", number)
         assert run.code("trainer") == code, run.said("trainer")[-3000:]
