@@ -209,7 +209,7 @@ def test_an_override_is_of_the_run_with_the_longest_name_that_fits() -> None:
 
 def test_each_run_serves_its_metrics_by_itself() -> None:
     tree = {"model": {"lora": {"rank": 4}}, "metrics": {"prometheus": "127.0.0.1:9100"}}
-    with pytest.raises(ConfigError, match="9100 would be served by a, b at once"):
+    with pytest.raises(ConfigError, match="9100 would be served by a, b at the same time"):
         load({**tree, "runs": {"a": {}, "b": {}}})
     load({**tree, "runs": {"a": {}, "b": {"metrics": {"prometheus": "127.0.0.1:9101"}}}})
     load({**tree, "runs": {"a": {}, "b": {}}}, ["metrics.prometheus=127.0.0.1:0"])
