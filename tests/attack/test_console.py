@@ -376,4 +376,4 @@ def test_answers_of_evaluations_are_shown_without_foreign_lines(tmp_path, caplog
     file.write_bytes(b"\n".join(lines) + b"\n")
     shown = "\n".join(before_and_after(file))
     assert "step 0     reward 0.0   3" in shown and "step 4     reward 0.0   2" in shown
-    assert "line 2 is no answer of an evaluation" in caplog.text
+    assert "line 2 is not an answer of an evaluation" in caplog.text

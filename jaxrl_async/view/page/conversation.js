@@ -34,7 +34,7 @@ export function conversationOf(contexts, first) {
   contexts.forEach(({ parts, after, shared }, number) => {
     const branch = make("section", null, after == null ? "context" : "context branch");
     if (contexts.length > 1) {
-      const from = after == null ? "" : `, goes on from the first ${shared.toLocaleString("en")} tokens of context ${after + 1}`;
+      const from = after == null ? "" : `, continues from the first ${shared.toLocaleString("en")} tokens of context ${after + 1}`;
       branch.append(make("h4", `context ${number + 1} of ${contexts.length}${from}`));
     }
     const known = number === 0 && first && first !== contexts ? sameParts(parts, first[0].parts) : 0;
