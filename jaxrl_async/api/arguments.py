@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.config.former import NAMES, Replaced, renew_names
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
@@ -84,8 +85,8 @@ def configured(
     """
     tree = _tree_of(config)
     brought, sections = _without_sections(brought)
-    for name, value in {**sections, **settings}.items():
-        _put(tree, name, value)
+    for one in _put_all(tree, {**sections, **settings}):
+        log.warning("train: %s", one.told)
     run = tree.setdefault("run", {})
     if not (run.get("resume") or run.get("resume_or_start")):
         run.setdefault("overwrite", True)
@@ -127,8 +128,7 @@ def check_given(
     configured's. Raises ConfigError."""
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else _tree_of(config)
     brought, sections = _without_sections(brought)
-    for name, value in {**sections, **settings}.items():
-        _put(tree, name, value)
+    _put_all(tree, {**sections, **settings})
     data, model = tree.get("data") or {}, tree.get("model") or {}
     brings = brought.data is not None or brought.task is not None or bool(tree.get("task"))
     asks = bool({"source", "addition"} & data.keys()) or bool(tree.get("runs"))
@@ -175,6 +175,19 @@ def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str
     return load(config).model_dump(exclude_unset=True)
 
 
+def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced]:
+    """Write settings over those of the tree; return what both wrote in a former way. Raises
+    ConfigError."""
+    replaced = renew_names(tree)
+    for name, value in settings.items():
+        own: dict[str, Any] = {}
+        _put(own, name, value)
+        replaced += renew_names(own)
+        for section, inner in own.items():
+            _put(tree, section, inner)
+    return replaced
+
+
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Write a setting that has this name into the tree. Raises ConfigError."""
     if name in Config.model_fields:
@@ -184,7 +197,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
         return
     for section in FLAT:
-        if name in _names_in(section):
+        if name in _names_in(section) or f"{section}.{name}" in NAMES:
             outer, _, inner = section.partition(".")
             found = {inner: {name: value}} if inner else {name: value}
             tree[outer] = _joined(tree.get(outer) or {}, found)

@@ -38,12 +38,13 @@ class Draft:
     lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
     overridden: set[KeyPath] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)  # warnings that were logged
 
     def where(self, path: KeyPath) -> str:
         """Return where a key was set: on the command line, or in which line of the file."""
+        if any(path[:end] in self.overridden for end in range(1, len(path) + 1)):
+            return COMMAND_LINE
         for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return COMMAND_LINE
             if path[:end] in self.lines:
                 return f"{self.file}, line {self.lines[path[:end]]}"
         return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file

@@ -4,6 +4,8 @@ no JAX."""
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_async.config.draft import shown
+
 NAMES: Mapping[str, str] = {
     "algorithm.least_members": "algorithm.min_members",
     "endpoint.outsider_key_variable": "endpoint.agent_key_variable",
@@ -40,6 +42,14 @@ class Renewed(NamedTuple):
     value: Any
 
 
+class Replaced(NamedTuple):
+    """A setting that was written in a former way."""
+
+    written: str  # its name there, dotted
+    now: str  # its current name
+    told: str  # what a warning says
+
+
 def renewed(name: str, value: Any) -> Renewed:
     """Return the current form of a setting, given by its dotted name."""
     name = NAMES.get(name, name)
@@ -48,29 +58,28 @@ def renewed(name: str, value: Any) -> Renewed:
     return Renewed(name, value)
 
 
+def turns_off(name: str, value: Any) -> bool:
+    """Return whether this value of a setting, given by its dotted name, turned its section off."""
+    off = any(name == f"{section}.{key}" and value == was for section, (key, was) in OFF.items())
+    return off and not isinstance(value, bool)  # False == 0
+
+
 def renewed_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current form of settings by dotted names."""
     now = dict(renewed(*one) for one in table.items())
-    for section, (key, off) in OFF.items():
+    for section, (key, _) in OFF.items():
         switch = f"{section}.{key}"
-        if switch in now and now[switch] == off:
+        if switch in now and turns_off(switch, now[switch]):
             now = {name: v for name, v in now.items() if not name.startswith(f"{section}.")}
             now[section] = None
     return now
 
 
-def renew(tree: dict[str, Any]) -> dict[str, str]:
-    """Replace former names and values of settings in nested sections; return the current form
-    (name=value) of each replaced setting, by its dotted name as written. If the current name is
-    given as well, its value is used."""
-    replaced: dict[str, str] = {}
-    for section, (key, off) in OFF.items():
-        *outer, name = section.split(".")
-        holder = _inner(tree, outer)
-        settings = holder.get(name)
-        if isinstance(settings, dict) and key in settings and settings[key] == off:
-            holder[name] = None
-            replaced[f"{section}.{key}"] = f"{section}=null"
+def renew_names(tree: dict[str, Any]) -> list[Replaced]:
+    """Replace former names and values of settings in nested sections; return those replaced. If
+    the current name is given as well, its value is used. Settings of several places are renewed in
+    each place before they are merged, so that the later place counts."""
+    replaced: list[Replaced] = []
     for written in (*NAMES, *VALUES):
         section, _, key = written.rpartition(".")
         settings = _inner(tree, section.split("."))
@@ -80,9 +89,33 @@ def renew(tree: dict[str, Any]) -> dict[str, str]:
         if now == (written, settings[key]):
             continue
         del settings[key]
-        settings.setdefault(now.name.rpartition(".")[2], now.value)
-        replaced[written] = f"{now.name}={now.value}"
+        told = f"{written} is now written {now.name}={_written(now.value)}"
+        own = now.name.rpartition(".")[2]
+        if own in settings:
+            told = f"{written} is not read: it is now written {now.name}, which is given, too"
+        settings.setdefault(own, now.value)
+        replaced.append(Replaced(written, now.name, told))
     return replaced
+
+
+def turn_off(tree: dict[str, Any]) -> list[Replaced]:
+    """Make null the nested sections that were turned off in a former way; return these. This comes
+    last, since a later place may turn a section on and keep the other settings."""
+    replaced: list[Replaced] = []
+    for section, (key, _) in OFF.items():
+        *outer, name = section.split(".")
+        holder = _inner(tree, outer)
+        settings, switch = holder.get(name), f"{section}.{key}"
+        if isinstance(settings, dict) and key in settings and turns_off(switch, settings[key]):
+            told = f"{switch}={_written(settings[key])} is now written {section}=null"
+            holder[name] = None
+            replaced.append(Replaced(switch, section, told))
+    return replaced
+
+
+def _written(value: Any) -> str:
+    """Return a value for a message, a text without quotes."""
+    return value if isinstance(value, str) else shown(value)
 
 
 def _inner(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:

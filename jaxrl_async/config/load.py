@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -30,7 +30,7 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
-from jaxrl_async.config.former import NAMES, renew
+from jaxrl_async.config.former import NAMES, Replaced, renew_names, turn_off, turns_off
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 20
 """Maximum number of problems reported for one configuration."""
+MAX_FORMER = 4
+"""Maximum number of former names in one place that are each logged."""
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
@@ -75,6 +77,7 @@ def load(
     else:
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
+    _renew_names(draft)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
             of_runs.append(text)
@@ -91,10 +94,8 @@ def load(
 def _checked(draft: Draft) -> Config:
     """Return a draft as a configuration that keeps the rules. Raises ConfigError with all
     problems."""
-    for written, now in renew(draft.tree).items():
-        log.warning(
-            "%s: %s is now written %s", draft.where(tuple(written.split("."))), written, now
-        )
+    draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
+    _tell(draft, turn_off(draft.tree))
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -107,6 +108,26 @@ def _checked(draft: Draft) -> Config:
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
+
+
+def _renew_names(draft: Draft) -> None:
+    """Write former names and values in a draft as they are now."""
+    replaced = renew_names(draft.tree)
+    _tell(draft, replaced)
+    for one in replaced:
+        written = tuple(one.written.split("."))
+        if written in draft.lines:
+            draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
+
+
+def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
+    """Log former ways to write settings, each once; of many, as a run of 0.3 has, the first."""
+    new = [one for one in replaced if one.told not in draft.told]
+    draft.told |= {one.told for one in new}
+    for one in new[: 1 if len(new) > MAX_FORMER else None]:
+        log.warning("%s: %s", draft.where(tuple(one.written.split("."))), one.told)
+    if len(new) > MAX_FORMER:
+        log.warning("and %d more; --print-config prints how all are written now", len(new) - 1)
 
 
 def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
@@ -172,24 +193,23 @@ def _of_one(shared: Draft, name: str, own: Any) -> Draft:
     """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
     ConfigError."""
     if isinstance(own, str):
-        file = read_draft(Path(own))
-        return Draft(
-            file=file.file,
-            tree=merged(deepcopy(shared.tree), file.tree),
-            lines=file.lines,
-            overridden=set(shared.overridden),
-        )
-    if not isinstance(own, dict):
+        draft, lines = read_draft(Path(own)), dict[KeyPath, int]()
+    elif not isinstance(own, dict):
         shared.complain(
             ("runs", name), f"runs.{name} = {shown(own)} must be settings by section, or a file."
         )
         raise ConfigError(_listed(shared.problems))
-    lines = {path[2:]: line for path, line in shared.lines.items() if path[:2] == ("runs", name)}
+    else:
+        in_runs, lines = ("runs", name), shared.lines
+        own_lines = {path[2:]: line for path, line in lines.items() if path[:2] == in_runs}
+        draft = Draft(file=shared.file, tree=_plain_copy(own), lines=own_lines)
+    _renew_names(draft)
     return Draft(
-        file=shared.file,
-        tree=merged(deepcopy(shared.tree), own),
-        lines={**shared.lines, **{path: line for path, line in lines.items() if path}},
-        overridden=set(shared.overridden),
+        file=draft.file,
+        tree=merged(deepcopy(shared.tree), draft.tree),
+        lines={**lines, **{path: line for path, line in draft.lines.items() if path}},
+        overridden=shared.overridden - draft.lines.keys(),
+        told=shared.told,
     )
 
 
@@ -313,15 +333,28 @@ def _apply(draft: Draft, text: str) -> None:
         draft.complain(path, _unknown(path))
         return
     try:
-        value = _override_value(raw.strip(), target)
+        value = _override_value(raw.strip(), target, name)
     except ConfigError as error:
         draft.problems.append(f"{COMMAND_LINE}: {'.'.join(path)}: {error}")
         return
+    value = _renewed_value(path, value)
     if _is_section(target) and isinstance(value, dict):
         for key, inner in value.items():
             _store(draft, (*path, str(key)), inner)
     else:
         _store(draft, path, value)
+
+
+def _renewed_value(path: KeyPath, value: Any) -> Any:
+    """Return the value of an override, whose path is of now, without former names and values."""
+    tree = value
+    for key in reversed(path):
+        tree = {key: tree}
+    _renew_names(draft := Draft(file=COMMAND_LINE, tree=tree))
+    tree = draft.tree
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _store(draft: Draft, path: KeyPath, value: Any) -> None:
@@ -344,10 +377,12 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _override_value(raw: str, target: Any) -> Any:
-    """Return the value of `raw` for a field: verbatim for text fields, else parsed as YAML."""
+def _override_value(raw: str, target: Any, name: str) -> Any:
+    """Return the value of `raw` for a field of this name: verbatim for text fields, else parsed as
+    YAML."""
     if isinstance(target, FieldInfo):
-        if raw in ("null", "~") and _is_optional(target.annotation):
+        is_null = raw in ("null", "~")
+        if is_null and (_is_optional(target.annotation) or turns_off(name, None)):
             return None
         if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
@@ -416,7 +451,7 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
-        elif isinstance(target, FieldInfo) and one["type"] == "missing":
+        elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
             yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree

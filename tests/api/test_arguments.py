@@ -1,6 +1,7 @@
 """The arguments of jaxrl_async.train as a configuration and a task."""
 
 import importlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,24 @@ def test_settings_change_a_file_a_mapping_or_a_config_and_leave_the_rest(tmp_pat
         config, _ = settled(tmp_path, base, settings={"steps": 6})
         assert (config.run.steps, config.run.seed, config.sampler.slots) == (6, 3, 4)
     assert sections == {"run": {"steps": 5, "seed": 3}, "sampler": {"slots": 4}}, "left as it was"
+
+
+def test_former_names_of_settings_are_read_with_a_warning_and_change_a_config(
+    tmp_path, caplog
+) -> None:
+    ways: list[dict[str, Any]] = [
+        {"beside": True, "least_members": 3},
+        {"eval": {"beside": True}, "algorithm": {"least_members": 3}},
+    ]
+    for base, settings in itertools.product((None, Config(), {"eval": {"every": 7}}), ways):
+        caplog.clear()
+        config, _ = settled(tmp_path, base, settings=settings)
+        assert config.eval.asynchronous and config.algorithm.min_members == 3
+        assert "train: eval.beside is now written eval.asynchronous=true" in caplog.text
+        check_given(Brought(model="m", data="f"), base, settings)
+    before = {"eval": {"beside": True}}
+    config, _ = settled(tmp_path, before, settings={"asynchronous": False})
+    assert not config.eval.asynchronous and before == {"eval": {"beside": True}}
 
 
 def test_a_section_goes_where_its_objects_go(tmp_path) -> None:

@@ -14,11 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl_async.run.loop as loop
 import jaxrl_async.run.offline as offline
+from jaxrl_async.config.load import load
+from jaxrl_async.config.recipes import recipe_names
 from jaxrl_async.config.schema import ArchitectureSection
+from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.run.start_checks import check_names
 from jaxrl_async.train_command import main
 from jaxrl_async.trainer.update import Update
 
@@ -514,6 +518,7 @@ def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):
         ("algorithm.correction=trunctate", "did you mean 'truncate'"),
         ("algorithm.aggregate={constant: {divisor: -48}}", "divisor"),
         ("reward.function=exat", "did you mean 'exact'"),
+        ("algorithm.shaping=[{missing_eoss: {penalty: 0.5}}]", "did you mean 'missing_eos'"),
     ],
 )
 def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_printed(
@@ -523,9 +528,23 @@ def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_pri
     check_refusal(capsys, code, 2, told)
 
 
-def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(tmp_path, capsys):
-    code = command(tmp_path, "reward.function=/there/mine.py:good", "--print-config")
+@pytest.mark.parametrize(
+    "override",
+    ["reward.function=/there/mine.py:good", "algorithm.shaping=[{/there/mine.py:good: {by: 1}}]"],
+)
+def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(
+    tmp_path, capsys, override
+):
+    code = command(tmp_path, override, "--print-config")
     assert code == 0 and "/there/mine.py:good" in capsys.readouterr().out
+
+
+def test_the_names_in_each_recipe_are_known():
+    for name in recipe_names():
+        needed = ["data.jsonl.path=records.jsonl"] * (name == "gsm8k")
+        config = load(f"recipe:{name}", needed)
+        for one in runs_of(config).values() if config.runs else (config,):
+            check_names(one)
 
 
 # ---- samplers in processes of their own

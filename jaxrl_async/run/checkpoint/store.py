@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.changes import changes
-from jaxrl_async.config.former import renew
+from jaxrl_async.config.former import turn_off
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
@@ -521,7 +521,7 @@ def lora_section(loop: Mapping[str, Any], otherwise: LoraSection | None) -> Lora
     """Return the adapter's settings that a checkpoint was made with (LOOP); None: all weights are
     trained. otherwise: returned if it does not say."""
     settings = yaml.safe_load(loop.get("config", "")) or {}
-    renew(settings)
+    turn_off(settings)
     model = settings.get("model", {})
     if "lora" not in model:
         return otherwise
