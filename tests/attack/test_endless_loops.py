@@ -216,7 +216,7 @@ def test_what_is_slow_is_no_stall(tmp_path, readings):
 def test_a_stall_after_an_outage_is_found_and_the_outage_does_not_count(tmp_path):
     still = [replace(DRAWING, away=True)] * 100 + [DRAWING] * 19
     watched(tmp_path, still)
-    with pytest.raises(StalledError, match="the sampler"):
+    with pytest.raises(StalledError, match="stuck part: sampler"):
         watched(tmp_path, [*still, DRAWING, DRAWING, DRAWING])
 
 

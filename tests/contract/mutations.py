@@ -847,6 +847,20 @@ GROUPS = (
         ),
     ),
     Group(
+        "scorers/graders",
+        (
+            "scorers/test_graders.py::test_exact_and_gsm8k_pay_for_what_is_right_alone",
+            "scorers/test_graders.py::test_exact_knows_each_reference_alone_and_after_a_mark",
+            "scorers/test_answers.py::test_graders_read_the_answer_that_is_meant",
+        ),
+        (
+            ('before.endswith("#")', "True"),
+            ("same and not differ(given.line, right.line)", "same"),
+            ("number is not None and number_of(given) == number", "number_of(given) == number"),
+            ('(after_thinking(completion) or "").strip()', "completion.strip()"),
+        ),
+    ),
+    Group(
         "scorers/written_numbers",
         ("scorers/test_graders.py::test_the_first_number_behind_the_mark_is_the_answer",),
         (('numbers[0 if answer.mark == "####" else -1]', "numbers[-1]"),),

@@ -405,7 +405,7 @@ GOOD = {"question": "1+2=", "answer": "3"}
         (
             json.dumps(dict.fromkeys(("question", "prompt", "chosen", "rejected"), "1+2=" * 99)
                        | {"answer": "3"}).encode(),
-            "line 1: the prompt is too long: 396 tokens, and ",
+            "line 1: the prompt is too long: 396 tokens, but ",
         ),
     ],
 )  # fmt: skip

@@ -20,7 +20,12 @@ SPEC = tiny_spec(40)
 
 
 def config(folder: Path, *words: str, resume: bool = False) -> Any:
-    lora = ("model.lora.rank=4", "warm_start.steps=0", f"run.resume={str(resume).lower()}")
+    lora = (
+        "model.lora.rank=4",
+        "warm_start.steps=0",
+        f"run.resume={str(resume).lower()}",
+        "run.overwrite=false",
+    )
     return config_of("addition", folder, *lora, *words)
 
 

@@ -310,7 +310,7 @@ class World:
         return {"w": self.transfers[-1]}
 
     def finds_all_taken(self):
-        assert self.channel._exchange.all_taken, "every sampler has taken the last update"
+        assert self.channel.exchange.all_taken, "every sampler has taken the last update"
 
     # ---- the trainer, as in trainer/trainer.py, told where it waits
 
