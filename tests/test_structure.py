@@ -1,6 +1,7 @@
 """What CONTRIBUTING says of names, of the core and its wings, and of words."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -79,6 +80,15 @@ def test_one_file_of_the_core_names_the_wings():
         and any(name.partition(".")[0] in WINGS for name in named_modules(tree))
     }
     assert naming == {"run/features.py", "tasks/named_tasks.py"}
+
+
+def test_the_objects_that_features_takes_from_wings_by_name_exist():
+    source = (PACKAGE / "run/features.py").read_text("utf-8")
+    named = re.findall(r'\("([a-z_.]+)", "(\w+)"\)', source)
+    assert len(named) >= 15, "run/features.py names objects of wings in another form"
+    for module, name in named:
+        wing = importlib.import_module(f"jaxrl_async.{module}")
+        assert hasattr(wing, name), f"run/features.py: {module} has no {name}"
 
 
 def constructed(tree: ast.Module, name: str) -> bool:

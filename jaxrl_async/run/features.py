@@ -182,7 +182,7 @@ def run_copy(run: RunSection) -> CopyOfRun:
     """Return the copier of the run, which starts with `begin`."""
     if run.copy_to is None:
         return NoCopy()
-    copy: CopyOfRun = _of("mirror.copy_thread", "CopyOfRun")()
+    copy: CopyOfRun = _of("mirror.copy_thread", "RunCopy")()
     return copy
 
 
